@@ -1,0 +1,274 @@
+"""The API's own shapes: what goes over the socket as JSON, for the server and its client alike.
+
+msgspec Structs: requests are decoded strictly (an unknown field is an error that names it), answers are encoded from
+them, and OpenAPI is derived from them. Sizes in requests are bytes or a text of :mod:`amdvgpud.core.sizes`; in answers
+always bytes. Adding a field is compatible; renaming or removing one needs /v2.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+Size = Annotated[int | str, Meta(description="bytes, or a text such as '16GiB' (K M G T, KiB MiB GiB TiB)")]
+Policy = Literal["balanced", "fine", "exact", "whole", "shared"]
+
+
+# ---------------------------------------------------------------------------------------------------- requests
+
+
+class SliceSpec(Struct, forbid_unknown_fields=True, kw_only=True):
+    """What is asked of one slice; `vram` and `compute` are for each of its GPUs."""
+
+    compute: Annotated[str, Meta(description="'25%', '38' (CUs) or 'whole'")] = "100%"
+    policy: Policy = "balanced"
+    vram: Size | None = None
+    gpus: Annotated[int, Meta(ge=1, le=16, description="how many different GPUs")] = 1
+    on: Annotated[
+        list[str], Meta(max_length=64, description="GPUs or partitions, in any form that `gpu list` shows")
+    ] = msgspec.field(default_factory=list)
+    spread: Literal["binpack", "spread"] = "binpack"
+
+
+class SliceResize(Struct, forbid_unknown_fields=True, kw_only=True):
+    """A merge patch: the new VRAM quota on each GPU of the slice."""
+
+    vram: Size
+
+
+class LeaseSpec(Struct, forbid_unknown_fields=True, kw_only=True):
+    """A lease on an existing slice (`slice`), or on one made for it (`request`): exactly one of the two.
+
+    `pid` names the holder's process: the lease ends with it. `ttl_s` ends it after so many seconds unless renewed.
+    """
+
+    slice: str | None = None
+    request: SliceSpec | None = None
+    holder: Annotated[str, Meta(max_length=256)] = ""
+    pid: Annotated[int, Meta(ge=1)] | None = None
+    ttl_s: Annotated[float, Meta(gt=0, le=31_536_000)] | None = None
+
+
+class LeaseRenewal(Struct, forbid_unknown_fields=True, kw_only=True):
+    ttl_s: Annotated[float, Meta(gt=0, le=31_536_000)] | None = None
+
+
+class GpuPatch(Struct, forbid_unknown_fields=True, kw_only=True):
+    """What an operator may set on a GPU."""
+
+    cordoned: bool | UnsetType = UNSET
+    oversubscription: Annotated[float, Meta(ge=1, le=16)] | UnsetType = UNSET
+
+
+# ----------------------------------------------------------------------------------------------------- answers
+
+
+class LinkView(Struct, kw_only=True):
+    kind: str
+    to_partition: str | None
+    to_kfd_node: int
+    weight: int
+
+
+class PartitionView(Struct, kw_only=True):
+    id: str
+    index: int
+    kfd_node: int
+    kfd_gpu_id: int
+    render_node: str
+    gfx_target: str
+    vram_bytes: int
+    vram_reserved_bytes: int
+    vram_free_bytes: int
+    cu_count: int
+    cus_allocated: int
+    xcc_count: int
+    row_count: int
+    row_cus: int
+    wgp: bool
+    harvest_known: bool
+    numa_node: int | None
+    links: list[LinkView]
+
+
+class GpuView(Struct, kw_only=True):
+    id: str
+    index: int
+    pci_address: str
+    unique_id: str | None
+    smi_uuid: str | None
+    product_name: str
+    gfx_target: str
+    vram_bytes: int
+    vram_used_bytes: int | None
+    cu_count: int
+    compute_partition: str | None
+    memory_partition: str | None
+    available_compute_partitions: list[str]
+    available_memory_partitions: list[str]
+    numa_node: int | None
+    cordoned: bool
+    oversubscription: float
+    partitions: list[PartitionView]
+
+
+class UnusableView(Struct, kw_only=True):
+    pci_address: str | None
+    name: str
+    reason: str
+
+
+class GpuList(Struct, kw_only=True):
+    gpus: list[GpuView]
+    unusable: list[UnusableView]
+    revision: int
+
+
+class ShareView(Struct, kw_only=True):
+    partition: str
+    gpu: str
+    vram_bytes: int
+    used_bytes: int
+    asked_cus: int
+    granted_cus: int
+    effective_cus: int
+    cus: str | None
+    """Ranges as HSA_CU_MASK writes them (`0-31,64`); null: all, unmasked."""
+    shared: bool
+
+
+SliceState = Literal["free", "held", "running", "lost"]
+
+
+class SliceView(Struct, kw_only=True):
+    """`state`: lost when a GPU of it is gone, running when its ledger has a live process, held when leased."""
+
+    name: str
+    state: SliceState
+    lost_reason: str | None
+    enforced_by: Annotated[str, Meta(description="what holds the limits: 'gate', or 'none' for a whole unmasked GPU")]
+    cdi_device: str | None
+    compute: str
+    policy: Policy
+    shares: list[ShareView]
+    lease: str | None
+    processes: int
+    created_s: float
+    revision: int
+
+
+class SliceList(Struct, kw_only=True):
+    slices: list[SliceView]
+    revision: int
+    next_cursor: str | None = None
+
+
+class PlanView(Struct, kw_only=True):
+    """The answer to a dry run: what would be granted, and the CDI device that would be written."""
+
+    name: str
+    shares: list[ShareView]
+    cdi: dict[str, object]
+
+
+class LeaseView(Struct, kw_only=True):
+    id: str
+    slice: str
+    holder: str
+    pid: int | None
+    created_s: float
+    expires_s: float | None
+    ephemeral: bool
+    slice_dir: str
+    """Where on this machine the slice's files lie (`…/guest` is what a container sees)."""
+    environment: dict[str, str]
+    """What a process in the slice should find in its environment."""
+
+
+class LeaseList(Struct, kw_only=True):
+    leases: list[LeaseView]
+    revision: int
+
+
+class GpuUsageView(Struct, kw_only=True):
+    partition: str
+    limit_bytes: int
+    used_bytes: int
+    peak_bytes: int
+    denials: int
+    denied_bytes: int
+    allocations: int
+    frees: int
+
+
+class UsageView(Struct, kw_only=True):
+    slice: str
+    gpus: list[GpuUsageView]
+    damaged: str | None
+    reclaimed_bytes: int
+
+
+class ProcessView(Struct, kw_only=True):
+    pid: int
+    pid_namespace: int
+    used_bytes: dict[str, int]
+    """By partition id."""
+
+
+class ProcessList(Struct, kw_only=True):
+    slice: str
+    processes: list[ProcessView]
+
+
+class CdiView(Struct, kw_only=True):
+    kind: str
+    path: str
+    written: bool
+    error: str | None
+    devices: list[str]
+    conflicts: list[str]
+    spec: dict[str, object] | None
+
+
+class EventView(Struct, kw_only=True):
+    """One thing that happened. `id` grows by one an event since the daemon started; `revision` is the Book's."""
+
+    id: int
+    revision: int
+    time_s: float
+    kind: str
+    subject: str
+    detail: str
+
+
+class EventList(Struct, kw_only=True):
+    events: list[EventView]
+    last_id: int
+    resync: bool
+    """The ring has dropped events after `since`: read the lists again."""
+
+
+class SystemView(Struct, kw_only=True):
+    version: str
+    api: str
+    features: list[str]
+    simulated: str | None
+    driver_version: str | None
+    generation_id: int
+    revision: int
+    ready: bool
+    warnings: list[str]
+    config: dict[str, object]
+
+
+class Problem(Struct, kw_only=True, omit_defaults=True):
+    """RFC 9457 problem details."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    code: str
+    errors: list[dict[str, str]] = msgspec.field(default_factory=list)
