@@ -7,12 +7,23 @@ always bytes. Adding a field is compatible; renaming or removing one needs /v2.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import re
+from decimal import Decimal
+from typing import Annotated, Final, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-Size = Annotated[int | str, Meta(description="bytes, or a text such as '16GiB' (K M G T, KiB MiB GiB TiB)")]
+from amdvgpud.core.errors import Invalid
+from amdvgpud.core.model import Compute, ComputePolicy, Request, Spread, slice_name
+from amdvgpud.core.sizes import parse_size
+
+# The bounds below are for the OpenAPI document only: parse_size and parse_compute check, with better sentences.
+Size = Annotated[
+    Annotated[int, Meta(extra_json_schema={"minimum": 1, "maximum": 2**63 - 1})]
+    | Annotated[str, Meta(extra_json_schema={"pattern": r"^\s*[0-9]+(\.[0-9]+)?\s*([KMGTkmgt]?[Ii]?[Bb]?)\s*$"})],
+    Meta(description="bytes, or a text such as '16GiB' (K M G T, KiB MiB GiB TiB)"),
+]
 Policy = Literal["balanced", "fine", "exact", "whole", "shared"]
 
 
@@ -22,7 +33,13 @@ Policy = Literal["balanced", "fine", "exact", "whole", "shared"]
 class SliceSpec(Struct, forbid_unknown_fields=True, kw_only=True):
     """What is asked of one slice; `vram` and `compute` are for each of its GPUs."""
 
-    compute: Annotated[str, Meta(description="'25%', '38' (CUs) or 'whole'")] = "100%"
+    compute: Annotated[
+        str,
+        Meta(
+            description="'25%', '38' (CUs) or 'whole'",
+            extra_json_schema={"pattern": r"^(whole|[0-9]{1,3}(\.[0-9]+)?%|[0-9]{1,4})$"},
+        ),
+    ] = "100%"
     policy: Policy = "balanced"
     vram: Size | None = None
     gpus: Annotated[int, Meta(ge=1, le=16, description="how many different GPUs")] = 1
@@ -60,6 +77,49 @@ class GpuPatch(Struct, forbid_unknown_fields=True, kw_only=True):
 
     cordoned: bool | UnsetType = UNSET
     oversubscription: Annotated[float, Meta(ge=1, le=16)] | UnsetType = UNSET
+
+
+_COMPUTE: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)(%?)", re.ASCII)
+
+
+def parse_compute(text: str, policy: Policy = "balanced", pointer: str = "/compute") -> Compute:
+    """``25%``, ``38`` (CUs) or ``whole`` as a Compute; ``Invalid`` names ``pointer``, the text and the grammar.
+
+    The policy ``whole`` goes with the texts ``whole`` and ``100%`` (the default), and the text ``whole`` with any.
+    """
+    if text == "whole" or (policy == "whole" and text == "100%"):
+        return Compute(ComputePolicy.WHOLE)
+    if policy == "whole":
+        raise Invalid.field(pointer, f"{text!r} contradicts the policy 'whole', which takes all compute units")
+    match = _COMPUTE.fullmatch(text)
+    if match is None:
+        raise Invalid.field(pointer, f"{text!r} is no amount of compute: write '25%', '38' (CUs) or 'whole'")
+    if match[2]:
+        return Compute(ComputePolicy(policy), percent=float(match[1]))
+    if "." in match[1]:
+        raise Invalid.field(pointer, f"{text!r} is no whole number of CUs; for per cent write '{text}%'")
+    if len(match[1]) > 4:
+        raise Invalid.field(pointer, f"{text!r} CUs is out of range: 1 to 1024")
+    return Compute(ComputePolicy(policy), cu_count=int(match[1]))
+
+
+def format_compute(compute: Compute) -> str:
+    """The text that :func:`parse_compute` reads back as ``compute`` (its policy goes beside it)."""
+    if compute.percent is not None:
+        return f"{Decimal(repr(compute.percent)):f}".removesuffix(".0") + "%"
+    return "whole" if compute.cu_count is None else str(compute.cu_count)
+
+
+def request_of(name: str, spec: SliceSpec, pointer: str = "name") -> Request:
+    """``spec`` under ``name`` as a Request. ``Invalid`` names the field; ``pointer`` is what the name is called."""
+    return Request(
+        name=slice_name(name, pointer),
+        compute=parse_compute(spec.compute, spec.policy),
+        vram_bytes=None if spec.vram is None else parse_size(spec.vram, "/vram"),
+        gpu_count=spec.gpus,
+        on=tuple(spec.on),
+        spread=Spread(spec.spread),
+    )
 
 
 # ----------------------------------------------------------------------------------------------------- answers
