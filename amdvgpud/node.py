@@ -7,12 +7,21 @@ repaired at start by one ``reconcile``, which is the same code that a hot-plug r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+import asyncio
+import logging
+import secrets
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Protocol, TypeVar
 
+from amdvgpud.core.cumask import layout_hash
+
+from amdvgpud.core import plan as planner
+from amdvgpud.core.errors import AmdvgpuError, Conflict, HostFailure, Invalid, NotFound, Stale
 from amdvgpud.core.model import (
     Book,
+    Gpu,
     GpuId,
     Holder,
     Inventory,
@@ -24,6 +33,13 @@ from amdvgpud.core.model import (
     Usage,
 )
 from amdvgpud.core.plan import Plan
+
+log = logging.getLogger(__name__)
+
+EVENT_RING: Final = 1024
+"""Events kept for those who come back late; older ones are dropped and the reader is told to read the lists again."""
+
+_T = TypeVar("_T")
 
 
 class Sysfs(Protocol):
@@ -115,7 +131,23 @@ class NodeView:
     ready: bool
 
 
+def lost_reason(item: Slice, inventory: Inventory) -> str | None:
+    """Why ``item`` cannot be used on what the machine has now; None while it can.
+
+    A changed layout loses a slice too: the same mask bits would be other silicon, perhaps somebody else's.
+    """
+    for share in item.shares:
+        partition = inventory.partition(share.partition)
+        if partition is None:
+            return f"{share.partition} is not there"
+        if layout_hash(partition.layout) != share.layout_hash:
+            return f"{share.partition} has another layout of compute units than the slice was cut for"
+    return None
+
+
 class Node:
+    """See the module's head. Coroutines that change something run to their end even if their caller is cancelled."""
+
     def __init__(
         self,
         sysfs: Sysfs,
@@ -126,22 +158,78 @@ class Node:
         now_s: Callable[[], float],
         process_alive: Callable[[Holder], bool],
         max_slices_per_partition: int = 64,
-    ) -> None: ...
+    ) -> None:
+        """``now_s`` is Unix time; ``process_alive`` answers for a holder's process (a holder without one lives)."""
+        self._sysfs = sysfs
+        self._journal = journal
+        self._files = files
+        self._cdi = cdi
+        self._now_s = now_s
+        self._process_alive = process_alive
+        self._max_slices_per_partition = max_slices_per_partition
 
-    async def start(self) -> None:
-        """Load the Book, scan, reconcile files and CDI with it. Ready afterwards."""
+        self._changing = asyncio.Lock()
+        self._next_scan: asyncio.Task[None] | None = None
+        self._book = Book()
+        self._inventory = Inventory()
+        self._lost: dict[SliceName, str] = {}
+        self._usage: dict[SliceName, Usage] = {}
+        self._ready = False
+        self._events: deque[Event] = deque(maxlen=EVENT_RING)
+        self._last_event_id = 0
+        self._event_added = asyncio.Event()
+
+    def __repr__(self) -> str:
+        gpus, slices, leases = len(self._inventory.gpus), len(self._book.slices), len(self._book.leases)
+        return f"<Node r{self._book.revision}: {gpus} GPUs, {slices} slices ({len(self._lost)} lost), {leases} leases>"
+
+    # ------------------------------------------------------------------------------------------------- pictures
 
     def view(self) -> NodeView:
         """The present picture; no I/O (usage is as of the last tick or the last :meth:`refresh_usage`)."""
-        raise NotImplementedError
+        return NodeView(
+            self._inventory, self._book, dict(self._usage), dict(self._lost), self._cdi.status(), self._ready
+        )
 
     async def refresh_usage(self, names: Sequence[SliceName] | None = None) -> NodeView:
         """Read the ledgers anew (all, or those named), then the picture."""
-        raise NotImplementedError
+        wanted = list(self._book.slices) if names is None else [n for n in names if n in self._book.slices]
+        await self._read_ledgers(wanted)
+        return self.view()
 
     async def plan(self, request: Request) -> Plan:
-        """Where ``request`` would go; nothing changes. ``NoRoom``, ``Invalid``, ``NotFound`` as :meth:`put_slice`."""
-        raise NotImplementedError
+        """Where ``request`` would go; nothing changes. Raises what :meth:`put_slice` would."""
+        return self._place(request)
+
+    # ------------------------------------------------------------------------------------------------- lifetime
+
+    async def start(self) -> None:
+        """Load the Book, scan, and make files and CDI say what the Book says. Ready afterwards.
+
+        ``StateUnreadable`` and ``HostFailure`` mean that the daemon must not go on: a node that forgot its promises
+        would make them twice.
+        """
+        await asyncio.to_thread(self._files.prepare)
+        self._book = await asyncio.to_thread(self._journal.load)
+        await self.rescan()
+        self._ready = True
+        log.info("%r is ready.", self)
+
+    async def rescan(self) -> None:
+        """Read the machine again and reconcile. Coalesces: callers that arrive before it begins share one scan."""
+        if self._next_scan is None:
+            self._next_scan = asyncio.create_task(self._scan(), name="rescan")
+        await asyncio.shield(self._next_scan)
+
+    async def tick(self) -> None:
+        """Once a period: end the leases that are over, return what dead processes held, read the ledgers."""
+        await self._end_leases()
+        names = list(self._book.slices)
+        for name, freed_bytes in await asyncio.to_thread(self._reclaim, names):
+            self._tell("ledger.reclaimed", name, f"{freed_bytes} bytes of dead processes were returned to the slice")
+        await self._read_ledgers(names)
+
+    # --------------------------------------------------------------------------------------------------- slices
 
     async def put_slice(
         self,
@@ -151,14 +239,25 @@ class Node:
         if_revision: int | None = None,
         create_only: bool = False,
     ) -> tuple[Slice, bool]:
-        """Create the slice, or replace it if it differs (refused while it runs or is held); true if it is new."""
-        raise NotImplementedError
+        """Create the slice, or replace it if it differs (``Conflict`` while it runs or is held); true if it is new.
+
+        Asking again for what is there already changes nothing. ``if_revision``: ``Stale`` unless the slice is there at
+        just that revision. ``create_only``: ``Stale`` if it is there at all.
+        """
+        return await self._change(self._put_slice(request, owner_uid, if_revision, create_only))
 
     async def resize_slice(self, name: SliceName, vram_bytes: int, *, if_revision: int | None = None) -> Slice:
-        raise NotImplementedError
+        """A new VRAM quota on each GPU of the slice, running or not: more at once, less as memory is freed."""
+        return await self._change(self._resize_slice(name, vram_bytes, if_revision))
 
     async def delete_slice(self, name: SliceName, *, if_revision: int | None = None, force: bool = False) -> None:
-        """``Conflict`` while processes run in it or somebody holds it, unless ``force``."""
+        """``Conflict`` while processes run in it or somebody holds it, unless ``force``.
+
+        Forced, its CUs and VRAM are free for others while what runs in it keeps its limits: the mounted files stay.
+        """
+        await self._change(self._delete_slice(name, if_revision, force))
+
+    # --------------------------------------------------------------------------------------------------- leases
 
     async def grant_lease(
         self,
@@ -169,27 +268,346 @@ class Node:
         ttl_s: float | None = None,
         owner_uid: int = 0,
     ) -> Lease:
-        """Exactly one of ``slice`` (``Conflict`` if held) and ``request`` (an ephemeral slice)."""
-        raise NotImplementedError
+        """Exactly one of ``slice`` (``Conflict`` if it is held or lost) and ``request`` (an ephemeral slice)."""
+        if (slice is None) == (request is None):
+            raise Invalid("a lease is either on an existing slice or on a requested one: name exactly one of the two")
+        return await self._change(self._grant_lease(holder, slice, request, ttl_s, owner_uid))
 
     async def renew_lease(self, lease_id: LeaseId, ttl_s: float | None) -> Lease:
-        raise NotImplementedError
+        """The lease now ends ``ttl_s`` from now (None: not by time)."""
+        return await self._change(self._renew_lease(lease_id, ttl_s))
 
-    async def release_lease(self, lease_id: LeaseId) -> None: ...
+    async def release_lease(self, lease_id: LeaseId) -> None:
+        """End the lease; an ephemeral slice goes with it, whoever runs in it (its files stay mounted there)."""
+        await self._change(self._release_lease(lease_id, "lease.released", "released by its holder"))
 
-    async def set_cordoned(self, gpu: GpuId, cordoned: bool) -> None: ...
+    # ----------------------------------------------------------------------------------------------------- GPUs
 
-    async def set_oversubscription(self, gpu: GpuId, ratio: float) -> None: ...
+    async def set_cordoned(self, gpu: GpuId, cordoned: bool) -> None:
+        """A cordoned GPU takes no new slice; what is on it stays."""
+        await self._change(self._set_cordoned(gpu, cordoned))
 
-    async def rescan(self) -> None:
-        """Read the machine again and reconcile. Coalesces: callers that arrive while one runs share the next."""
+    async def set_oversubscription(self, gpu: GpuId, ratio: float) -> None:
+        """VRAM quotas on each partition of ``gpu`` may sum up to ``ratio`` times what it has; 1.0 switches it off."""
+        await self._change(self._set_oversubscription(gpu, ratio))
 
-    async def tick(self) -> None:
-        """Once a period: expire leases, end those of dead holders, reclaim dead slots, refresh usage."""
+    # --------------------------------------------------------------------------------------------------- events
 
     def events_since(self, since: int) -> tuple[Sequence[Event], int, bool]:
-        """(events after id ``since``, last id, whether some were dropped in between)."""
-        raise NotImplementedError
+        """(events after id ``since``, last id, whether some in between were dropped or never were this daemon's)."""
+        events = [e for e in self._events if e.id > since]
+        oldest = self._events[0].id if self._events else self._last_event_id + 1
+        return events, self._last_event_id, since + 1 < oldest or since > self._last_event_id
 
     async def wait_event(self, since: int, timeout_s: float) -> None:
         """Return when an event after ``since`` exists, or after ``timeout_s``."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self._last_event_id <= since:
+                    await self._event_added.wait()
+        except TimeoutError:
+            return
+
+    def _tell(self, kind: str, subject: str, detail: str) -> None:
+        self._last_event_id += 1
+        self._events.append(Event(self._last_event_id, self._book.revision, self._now_s(), kind, subject, detail))
+        log.info("%s: %s (%s)", subject, detail, kind)
+        self._event_added.set()
+        self._event_added = asyncio.Event()
+
+    # ---------------------------------------------------------------------------------------- changes, one at a time
+
+    async def _change(self, change: Awaitable[_T]) -> _T:
+        """Run ``change`` alone and to its end, even if the caller goes away in the middle of it."""
+
+        async def alone() -> _T:
+            async with self._changing:
+                return await change
+
+        return await asyncio.shield(asyncio.create_task(alone(), name="change"))
+
+    async def _put_slice(
+        self, request: Request, owner_uid: int, if_revision: int | None, create_only: bool
+    ) -> tuple[Slice, bool]:
+        there = self._book.slices.get(request.name)
+        if create_only and there is not None:
+            raise Stale(f"slice {request.name} exists already (revision {there.revision})")
+        if if_revision is not None:
+            self._slice(request.name, if_revision)
+        if there is not None:
+            if there.request == request and request.name not in self._lost:
+                return there, False
+            await self._refuse_if_used(there, "replaced")
+        item = self._placed(request, owner_uid)
+        await self._become(self._book.with_slice(item), rewrite=True)
+        verb = "created" if there is None else "replaced"
+        self._tell(f"slice.{verb}", item.name, f"{verb} on {', '.join(s.partition for s in item.shares)}")
+        return item, there is None
+
+    async def _resize_slice(self, name: SliceName, vram_bytes: int, if_revision: int | None) -> Slice:
+        there = self._slice(name, if_revision)
+        if name in self._lost:
+            raise Conflict(f"slice {name} is lost ({self._lost[name]}): it can be deleted or replaced, not resized")
+        plan = planner.resize(self._book, self._inventory, there, vram_bytes)
+        request = replace(there.request, vram_bytes=vram_bytes)
+        item = replace(there, request=request, shares=plan.shares, revision=self._book.revision + 1)
+        await self._become(self._book.with_slice(item))
+        self._tell("slice.resized", name, f"its quota is now {vram_bytes} bytes on each GPU")
+        return item
+
+    async def _delete_slice(self, name: SliceName, if_revision: int | None, force: bool) -> None:
+        there = self._slice(name, if_revision)
+        if not force:
+            await self._refuse_if_used(there, "deleted")
+        await self._become(self._book.without_slice(name))
+        self._tell("slice.deleted", name, "deleted by force" if force else "deleted")
+
+    async def _grant_lease(
+        self, holder: Holder, slice: SliceName | None, request: Request | None, ttl_s: float | None, owner_uid: int
+    ) -> Lease:
+        now_s = self._now_s()
+        if request is not None:
+            if request.name in self._book.slices:
+                raise Conflict(f"slice {request.name} exists already: lease it by its name, or ask under another one")
+            item = self._placed(request, owner_uid)
+            book = self._book.with_slice(item)
+        else:
+            assert slice is not None  # noqa: S101  # grant_lease has checked it
+            item = self._slice(slice)
+            if slice in self._lost:
+                raise Conflict(f"slice {slice} is lost: {self._lost[slice]}")
+            if (held := self._book.lease_of(slice)) is not None:
+                raise Conflict(f"slice {slice} is held by lease {held.id} ({held.holder.text or 'no name given'})")
+            book = self._book
+            if owner_uid not in (0, item.owner_uid):
+                item = replace(item, owner_uid=owner_uid, revision=book.revision + 1)
+                book = book.with_slice(item)
+        lease = Lease(
+            LeaseId(secrets.token_hex(8)),
+            item.name,
+            holder,
+            now_s,
+            None if ttl_s is None else now_s + ttl_s,
+            ephemeral=request is not None,
+        )
+        await self._become(book.with_lease(lease))
+        self._tell("lease.granted", lease.id, f"slice {item.name} is held by {holder.text or 'somebody'}")
+        return lease
+
+    async def _renew_lease(self, lease_id: LeaseId, ttl_s: float | None) -> Lease:
+        expires_s = None if ttl_s is None else self._now_s() + ttl_s
+        lease = replace(self._lease(lease_id), expires_s=expires_s)
+        await self._become(self._book.with_lease(lease))
+        return lease
+
+    async def _release_lease(self, lease_id: LeaseId, kind: str, why: str) -> None:
+        lease = self._lease(lease_id)
+        book = self._book.without_lease(lease_id)
+        await self._become(book.without_slice(lease.slice) if lease.ephemeral else book)
+        self._tell(kind, lease_id, f"slice {lease.slice}: {why}")
+
+    async def _end_leases(self) -> None:
+        now_s = self._now_s()
+        for lease in list(self._book.leases.values()):
+            if lease.expires_s is not None and lease.expires_s <= now_s:
+                kind, why = "lease.expired", "its time is over"
+            elif not self._process_alive(lease.holder):
+                kind, why = "lease.holder-ended", f"process {lease.holder.pid} has ended"
+            else:
+                continue
+            try:
+                await self._change(self._release_lease(lease.id, kind, why))
+            except NotFound:
+                continue  # its holder was faster
+            except AmdvgpuError as error:
+                log.warning(
+                    "%s: the lease is over but could not be ended, the next tick tries again: %s", lease.id, error
+                )
+
+    async def _set_cordoned(self, gpu: GpuId, cordoned: bool) -> None:
+        self._gpu(gpu)
+        if (gpu in self._book.cordoned) == cordoned:
+            return
+        await self._become(self._book.with_cordoned(self._book.cordoned ^ {gpu}))
+        self._tell("gpu.cordoned" if cordoned else "gpu.uncordoned", gpu, "set by an operator")
+
+    async def _set_oversubscription(self, gpu: GpuId, ratio: float) -> None:
+        if ratio < 1:
+            raise Invalid.field("/oversubscription", f"{ratio:g} is below 1, which would withhold VRAM: at least 1")
+        for partition in self._gpu(gpu).partitions:
+            promised = sum(
+                share.vram_bytes
+                for item in self._book.slices.values()
+                for share in item.shares
+                if share.partition == partition.id
+            )
+            if promised > ratio * partition.vram_bytes:
+                raise Conflict(
+                    f"{partition.id} has {promised} bytes promised of {partition.vram_bytes}: "
+                    f"a ratio of {ratio:g} would break a promise; delete or shrink slices first"
+                )
+        ratios = {g: r for g, r in self._book.oversubscription.items() if g != gpu} | (
+            {gpu: ratio} if ratio > 1 else {}
+        )
+        if ratios == self._book.oversubscription:
+            return
+        await self._become(self._book.with_oversubscription(ratios))
+        self._tell("gpu.oversubscription", gpu, f"VRAM may now be promised {ratio:g} times")
+
+    # ---------------------------------------------------------------------------------------------- looking up, placing
+
+    def _gpu(self, gpu: GpuId) -> Gpu:
+        if (there := self._inventory.gpu(gpu)) is None:
+            raise NotFound(f"no GPU {gpu} here; there are {', '.join(g.id for g in self._inventory.gpus) or 'none'}")
+        return there
+
+    def _slice(self, name: SliceName, if_revision: int | None = None) -> Slice:
+        there = self._book.slices.get(name)
+        if there is None and if_revision is not None:
+            raise Stale(f"slice {name} does not exist, so it has no revision {if_revision}")
+        if there is None:
+            raise NotFound(f"no slice {name} here; there are {', '.join(sorted(self._book.slices)) or 'none'}")
+        if if_revision not in (None, there.revision):
+            raise Stale(f"slice {name} is at revision {there.revision}, not {if_revision}: read it again")
+        return there
+
+    def _lease(self, lease_id: LeaseId) -> Lease:
+        if (there := self._book.leases.get(lease_id)) is None:
+            raise NotFound(f"no lease {lease_id} here: it was released, has expired or never was")
+        return there
+
+    def _place(self, request: Request) -> Plan:
+        plan = planner.place(self._book, self._inventory, request)
+        for share in plan.shares:
+            neighbours = sum(
+                other.partition == share.partition
+                for item in self._book.slices.values()
+                if item.name != request.name
+                for other in item.shares
+            )
+            if neighbours >= self._max_slices_per_partition:
+                raise Conflict(f"{share.partition} has {neighbours} slices, and the configuration allows no more")
+        return plan
+
+    def _placed(self, request: Request, owner_uid: int) -> Slice:
+        shares = self._place(request).shares
+        return Slice(request.name, request, shares, self._now_s(), self._book.revision + 1, owner_uid)
+
+    async def _refuse_if_used(self, item: Slice, verb: str) -> None:
+        if (lease := self._book.lease_of(item.name)) is not None:
+            raise Conflict(f"slice {item.name} cannot be {verb}: lease {lease.id} ({lease.holder.text}) holds it")
+        await self._read_ledgers([item.name])
+        if processes := self._usage[item.name].processes:
+            pids = ", ".join(str(p.pid) for p in processes[:8])
+            raise Conflict(f"slice {item.name} cannot be {verb}: {len(processes)} processes run in it (pids {pids})")
+
+    # ------------------------------------------------------------------------------------------------- acting
+
+    async def _become(self, after: Book, *, rewrite: bool = False) -> None:
+        """Make journal, files and CDI say ``after``, then be it; on failure be ``before`` again and raise.
+
+        ``rewrite``: a changed slice gets new files (its users, if any, are gone) rather than new values in the old.
+        """
+        before = self._book
+        await asyncio.to_thread(self._act, before, after, rewrite)
+        self._book = after
+        for name in before.slices.keys() - after.slices.keys():
+            self._lost.pop(name, None)
+            self._usage.pop(name, None)
+        for name in _changed(before, after):
+            self._lost.pop(name, None)
+            self._usage.setdefault(name, Usage(name))
+
+    def _act(self, before: Book, after: Book, rewrite: bool) -> None:
+        """In order: journal, files of what is new, CDI, files of what is gone (a mount's source outlives its spec)."""
+        self._journal.commit(before, after)
+        changed, gone = _changed(before, after), before.slices.keys() - after.slices.keys()
+        try:
+            for name in changed:
+                if rewrite and name in before.slices:
+                    self._files.remove(name)
+                self._files.write(after.slices[name], self._inventory)
+            if changed or gone:
+                self._publish(after)
+        except (AmdvgpuError, OSError) as error:
+            self._undo(before, after)
+            if isinstance(error, AmdvgpuError):
+                raise
+            raise HostFailure(f"the change was not made: {error}") from error
+        for name in gone:
+            self._files.remove(name)
+
+    def _publish(self, book: Book) -> None:
+        live = [s for s in book.slices.values() if lost_reason(s, self._inventory) is None]
+        if (error := self._cdi.publish(live, self._inventory).error) is not None:
+            raise HostFailure(f"the CDI file could not be written, so nothing was changed: {error}")
+
+    def _undo(self, before: Book, after: Book) -> None:
+        """Best effort, each step for itself: what it cannot mend, the next start's reconcile does."""
+        steps: list[Callable[[], object]] = [lambda: self._journal.commit(after, before)]
+        for name in _changed(before, after):
+            old = before.slices.get(name)
+            steps.append(
+                (lambda name=name: self._files.remove(name))  # type: ignore[misc]
+                if old is None
+                else (lambda old=old: self._files.write(old, self._inventory))  # type: ignore[misc]
+            )
+        steps.append(lambda: self._publish(before))
+        for step in steps:
+            try:
+                step()
+            except (AmdvgpuError, OSError) as error:
+                log.warning("Undoing a failed change: %s", error)
+
+    async def _scan(self) -> None:
+        async with self._changing:
+            self._next_scan = None
+            inventory = await asyncio.to_thread(self._sysfs.read_inventory)
+            await self._reconcile(inventory)
+
+    async def _reconcile(self, inventory: Inventory) -> None:
+        """Make files and CDI say what the Book says on ``inventory``. The same at start, after a crash, on hot-plug."""
+        if inventory != self._inventory:
+            usable = ", ".join(f"{g.index}:{g.product_name}" for g in inventory.gpus)
+            self._inventory = inventory
+            self._tell("inventory.changed", "node", f"GPUs: {usable or 'none'}; unusable: {len(inventory.unusable)}")
+        was_lost, self._lost = self._lost, {}
+        for item in self._book.slices.values():
+            if (reason := lost_reason(item, inventory)) is not None:
+                self._lost[item.name] = reason
+                if item.name not in was_lost:
+                    self._tell("slice.lost", item.name, reason)
+            elif item.name in was_lost:
+                self._tell("slice.returned", item.name, "what it was cut from is back")
+        await asyncio.to_thread(self._repair)
+        await self._read_ledgers(list(self._book.slices))
+
+    def _repair(self) -> None:
+        """Files and CDI for all live slices. One that fails is reported and must not keep the others from working."""
+        for item in self._book.slices.values():
+            if item.name in self._lost:
+                continue  # whoever still runs in it keeps the policy that was; the GPU it names is not there
+            try:
+                self._files.write(item, self._inventory)
+            except (AmdvgpuError, OSError) as error:
+                self._lost[item.name] = f"its files could not be written: {error}"
+                log.warning("%s: its files could not be written, it is not offered: %s", item.name, error)
+        live = [s for s in self._book.slices.values() if s.name not in self._lost]
+        if (refusal := self._cdi.publish(live, self._inventory).error) is not None:
+            log.warning("The CDI file could not be written, the previous one stays: %s", refusal)
+        for name in self._files.names() - self._book.slices.keys():
+            self._files.remove(name)  # left by a crash between journal and files; nobody was ever told of it
+
+    # ------------------------------------------------------------------------------------------------ ledgers
+
+    def _reclaim(self, names: Iterable[SliceName]) -> list[tuple[SliceName, int]]:
+        freed = [(name, self._files.reclaim(name)) for name in names]
+        return [(name, freed_bytes) for name, freed_bytes in freed if freed_bytes]
+
+    async def _read_ledgers(self, names: Iterable[SliceName]) -> None:
+        read: Mapping[SliceName, Usage] = await asyncio.to_thread(lambda: {n: self._files.usage(n) for n in names})
+        self._usage.update((n, u) for n, u in read.items() if n in self._book.slices)
+
+
+def _changed(before: Book, after: Book) -> list[SliceName]:
+    return [name for name, item in after.slices.items() if before.slices.get(name) is not item]

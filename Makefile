@@ -1,0 +1,50 @@
+# make demo    the main job on a simulated node, step by step; writes build/demo.json
+# make test    lint, types and every tier of tests this machine can run
+# make bench   the figures the README claims; writes build/bench.json
+# make lint    ruff, mypy --strict, import contracts
+# make build   .venv with amdvgpud, the gate and softkfd built into it
+#
+# Each installs what it needs. That takes root or sudo for Debian packages; without, one line says what is missing.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+C_SOURCES := $(shell find shim softkfd -name '*.[ch]' -o -name CMakeLists.txt -o -name '*.map' 2>/dev/null) CMakeLists.txt
+
+.PHONY: build demo test bench lint clean
+build: build/.built
+
+demo: build
+	$(BIN)/python demo/run.py
+
+test: build/.tested lint
+	$(BIN)/pytest $(ARGS)
+
+bench: build/.tested
+	$(BIN)/python bench/run.py
+
+lint: build/.tested
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+build/.venv: pyproject.toml scripts/setup
+	scripts/setup build
+	mkdir -p build
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet 'scikit-build-core>=0.11' 'cmake>=3.25' ninja 'cffi>=1.17'
+	touch $@
+
+build/.built: build/.venv $(C_SOURCES)
+	$(BIN)/pip install --quiet --no-build-isolation --editable .
+	touch $@
+
+build/.tested: build/.built
+	scripts/setup test
+	$(BIN)/pip install --quiet --group test
+	touch $@
+
+clean:
+	rm -rf build $(VENV)

@@ -1,0 +1,145 @@
+"""The Book on disk: one sqlite file, changed in transactions that survive a power cut.
+
+Slices, leases and what operators set on GPUs are each a row; a row's value is the JSON of its core dataclass, so that
+the model is declared once. WAL with ``synchronous=FULL``: a commit that returned is on the medium. Nothing of this boot
+is stored (no render minor, no KFD gpu_id): what is placed is named by stable ids only.
+
+A state that cannot be understood is never emptied and never written to: ``StateUnreadable`` says what to do.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Final, TypeVar
+
+import msgspec
+
+from amdvgpud.core.errors import HostFailure, StateUnreadable
+from amdvgpud.core.model import Book, GpuId, Lease, LeaseId, Slice, SliceName
+
+SCHEMA_VERSION: Final = 1
+"""Raised when a row's meaning changes; a newer number than ours is refused, an older one is migrated."""
+
+_SCHEMA: Final = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value INTEGER NOT NULL) STRICT, WITHOUT ROWID;
+CREATE TABLE slices (name TEXT PRIMARY KEY, value BLOB NOT NULL) STRICT, WITHOUT ROWID;
+CREATE TABLE leases (id TEXT PRIMARY KEY, value BLOB NOT NULL) STRICT, WITHOUT ROWID;
+CREATE TABLE cordoned (gpu TEXT PRIMARY KEY) STRICT, WITHOUT ROWID;
+CREATE TABLE oversubscription (gpu TEXT PRIMARY KEY, ratio REAL NOT NULL) STRICT, WITHOUT ROWID;
+"""
+
+_T = TypeVar("_T", Slice, Lease)
+
+
+class BookStore:
+    """The Journal port over ``<directory>/state.db``. One writer; calls come one at a time, from any thread."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / "state.db"
+        self._db: sqlite3.Connection | None = None
+
+    def load(self) -> Book:
+        """The stored Book; an empty one where there is no file. ``StateUnreadable`` leaves the file as it is."""
+        self.close()
+        if not self.path.exists():
+            self._create()
+        # sqlite takes an empty file for an empty database; here it is a lost one.
+        if self.path.stat().st_size == 0:
+            raise self._unreadable("it is empty")
+        try:
+            self._db = db = sqlite3.connect(self.path, check_same_thread=False, isolation_level=None)
+            if (verdict := db.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
+                raise self._unreadable(str(verdict))
+            meta = dict(db.execute("SELECT key, value FROM meta"))
+            if meta.get("schema_version") != SCHEMA_VERSION:
+                raise self._unreadable(
+                    f"its schema version is {meta.get('schema_version')}, this amdvgpud knows {SCHEMA_VERSION}"
+                )
+            db.execute("PRAGMA journal_mode=WAL")
+            db.execute("PRAGMA synchronous=FULL")
+            return Book(
+                meta["revision"],
+                {s.name: s for s in self._rows(db, "slices", Slice)},
+                {lease.id: lease for lease in self._rows(db, "leases", Lease)},
+                frozenset(GpuId(gpu) for (gpu,) in db.execute("SELECT gpu FROM cordoned")),
+                {GpuId(gpu): ratio for gpu, ratio in db.execute("SELECT gpu, ratio FROM oversubscription")},
+            )
+        except (sqlite3.Error, KeyError, ValueError, msgspec.ValidationError, msgspec.DecodeError) as error:
+            raise self._unreadable(str(error)) from error
+
+    def commit(self, before: Book, after: Book) -> None:
+        """Make the file say ``after``, given that it says ``before``. All or nothing; durable on return."""
+        if self._db is None:
+            raise HostFailure(f"{self.path}: commit before load")
+        db = self._db
+        try:
+            db.execute("BEGIN IMMEDIATE")
+            _replace(db, "slices", "name", before.slices, after.slices)
+            _replace(db, "leases", "id", before.leases, after.leases)
+            if before.cordoned != after.cordoned:
+                db.execute("DELETE FROM cordoned")
+                db.executemany("INSERT INTO cordoned VALUES (?)", [(gpu,) for gpu in sorted(after.cordoned)])
+            if before.oversubscription != after.oversubscription:
+                db.execute("DELETE FROM oversubscription")
+                db.executemany("INSERT INTO oversubscription VALUES (?, ?)", sorted(after.oversubscription.items()))
+            db.execute("UPDATE meta SET value = ? WHERE key = 'revision'", (after.revision,))
+            db.execute("COMMIT")
+        except sqlite3.Error as error:
+            if db.in_transaction:
+                db.execute("ROLLBACK")
+            raise HostFailure(f"{self.path}: the change could not be stored and was not made: {error}") from error
+
+    def close(self) -> None:
+        if self._db is not None:
+            self._db.close()
+            self._db = None
+
+    def _create(self) -> None:
+        # Under another name first: a crash in the middle must not leave what `load` would call a lost state.
+        fresh = self.path.with_suffix(".new")
+        try:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            fresh.unlink(missing_ok=True)
+            with sqlite3.connect(fresh) as db:
+                db.executescript(_SCHEMA)
+                db.executemany("INSERT INTO meta VALUES (?, ?)", [("schema_version", SCHEMA_VERSION), ("revision", 0)])
+            db.close()
+            fresh.chmod(0o600)
+            fresh.rename(self.path)
+            directory = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                os.fsync(directory)
+            finally:
+                os.close(directory)
+        except (OSError, sqlite3.Error) as error:
+            raise HostFailure(f"{self.path}: the state file could not be made: {error}") from error
+
+    def _rows(self, db: sqlite3.Connection, table: str, kind: type[_T]) -> Iterable[_T]:
+        decode: Callable[[bytes], _T] = msgspec.json.Decoder(kind).decode
+        for (value,) in db.execute(f"SELECT value FROM {table}"):  # noqa: S608  # our own constants
+            yield decode(value)
+
+    def _unreadable(self, reason: str) -> StateUnreadable:
+        self.close()
+        return StateUnreadable(
+            f"{self.path} cannot be understood: {reason}. It was left as it is, and nothing is granted. Restore it "
+            "from a copy, or move it away to start without any slice: containers that run keep their limits either way."
+        )
+
+
+def _replace(
+    db: sqlite3.Connection,
+    table: str,
+    key: str,
+    before: Mapping[SliceName, Slice] | Mapping[LeaseId, Lease],
+    after: Mapping[SliceName, Slice] | Mapping[LeaseId, Lease],
+) -> None:
+    old: Mapping[str, object] = {str(k): v for k, v in before.items()}
+    new: Mapping[str, object] = {str(k): v for k, v in after.items()}
+    gone = [(k,) for k in old if k not in new]
+    changed = [(k, msgspec.json.encode(v)) for k, v in new.items() if old.get(k) is not v and old.get(k) != v]
+    db.executemany(f"DELETE FROM {table} WHERE {key} = ?", gone)  # noqa: S608  # our own constants
+    db.executemany(f"INSERT OR REPLACE INTO {table} VALUES (?, ?)", changed)  # noqa: S608

@@ -1,0 +1,270 @@
+"""What an operator can set, each thing declared once: the fields of ``Settings``.
+
+One field gives the TOML key, the environment variable, the command-line flag, the default, the check and the help; the
+documentation is made from the same table. Nobody else reads the environment. Order, the later winning: defaults,
+``/etc/amdvgpud/amdvgpud.toml``, ``conf.d/*.toml`` beside it by name, environment, command line.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Final
+
+from amdvgpud.core.errors import Invalid
+from amdvgpud.core.sizes import parse_size
+
+DEFAULT_FILE: Final = Path("/etc/amdvgpud/amdvgpud.toml")
+
+Parse = Callable[[object, str], Any]
+"""(value as TOML, environment or command line gave it, the key's name) -> checked value; ``Invalid`` names the key."""
+
+
+def _path(value: object, key: str) -> Path:
+    if not isinstance(value, str) or not value.startswith("/"):
+        raise Invalid.field(key, f"{value!r} is no absolute path")
+    return Path(value)
+
+
+def _optional_path(value: object, key: str) -> Path | None:
+    return None if value == "" else _path(value, key)
+
+
+def _text(value: object, key: str) -> str:
+    if not isinstance(value, str):
+        raise Invalid.field(key, f"{value!r} is no text")
+    return value
+
+
+def _flag(value: object, key: str) -> bool:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value.lower() in ("true", "yes", "on", "1", "false", "no", "off", "0"):
+        return value.lower() in ("true", "yes", "on", "1")
+    raise Invalid.field(key, f"{value!r} is neither true nor false")
+
+
+def _seconds(value: object, key: str) -> float:
+    try:
+        seconds = float(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else -1.0
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds < float("inf"):
+        raise Invalid.field(key, f"{value!r} is no number of seconds above 0")
+    return seconds
+
+
+def _count(value: object, key: str) -> int:
+    try:
+        count = int(value) if isinstance(value, str | int) and not isinstance(value, bool) else 0
+    except ValueError:
+        count = 0
+    if count < 1:
+        raise Invalid.field(key, f"{value!r} is no whole number of at least 1")
+    return count
+
+
+def _size(value: object, key: str) -> int:
+    return parse_size(value, key) if isinstance(value, int | str) else parse_size(str(value), key)
+
+
+def _mode(value: object, key: str) -> int:
+    try:
+        mode = int(value, 8) if isinstance(value, str) else -1
+    except ValueError:
+        mode = -1
+    if not 0 <= mode <= 0o777:
+        raise Invalid.field(key, f"{value!r} is no file mode: write it as a text of octal digits, as in '0660'")
+    return mode
+
+
+def _listen(value: object, key: str) -> tuple[str, int] | None:
+    if value == "":
+        return None
+    host, colon, port = value.rpartition(":") if isinstance(value, str) else ("", "", "")
+    if not colon or not host or not port.isdigit() or not 0 <= int(port) <= 65535:
+        raise Invalid.field(key, f"{value!r} is no address: write host:port, as in '127.0.0.1:9841', or '' for none")
+    return host.strip("[]"), int(port)
+
+
+def _choices(allowed: tuple[str, ...]) -> Parse:
+    def parse(value: object, key: str) -> tuple[str, ...]:
+        words = value.split(",") if isinstance(value, str) else value
+        if not isinstance(words, list) or any(w not in allowed for w in words if w != ""):
+            raise Invalid.field(key, f"{value!r} is no list of {', '.join(allowed)}")
+        return tuple(w for w in words if w)
+
+    return parse
+
+
+def _log_level(value: object, key: str) -> str:
+    if value not in ("debug", "info", "warning", "error"):
+        raise Invalid.field(key, f"{value!r} is no log level: debug, info, warning or error")
+    return str(value)
+
+
+def _setting(key: str, default: object, parse: Parse, meaning: str) -> Any:
+    """A field of Settings; ``default`` is written as a user would write it and goes through ``parse`` like theirs."""
+    return field(metadata={"setting": Setting(key, default, parse, meaning)})
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    key: str
+    default: object
+    parse: Parse
+    meaning: str
+
+    @property
+    def variable(self) -> str:
+        return "AMDVGPUD_" + self.key.upper().replace(".", "_")
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.key.replace(".", "-").replace("_", "-")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """All settings, checked. ``origin`` says where each came from."""
+
+    run_dir: Path = _setting(
+        "run_dir", "/run/amdvgpud", _path, "Directory of the socket and of the slices' files; kept over restarts."
+    )
+    state_dir: Path = _setting("state_dir", "/var/lib/amdvgpud", _path, "Directory of the state file.")
+    library: Path | None = _setting(
+        "library",
+        "",
+        _optional_path,
+        "The gate that containers get. Empty: /usr/lib/amdvgpu/libamdvgpu.so if it is there, else the one that came "
+        "with this program.",
+    )
+    sysfs_root: Path = _setting(
+        "sysfs_root", "/", _path, "Directory that holds sys/ and dev/ of the machine to look at: '/' but for tests."
+    )
+    simulate: str = _setting(
+        "simulate", "", _text, "Serve simulated GPUs instead of the machine's, as in '2*mi300x,rx9070xt'."
+    )
+    amdsmi: bool = _setting(
+        "amdsmi", False, _flag, "Ask AMD SMI, if installed, for market names and a cross-check. Ids never depend on it."
+    )
+    tick_s: float = _setting("tick_s", 2, _seconds, "Seconds between two looks at ledgers and leases.")
+    rescan_s: float = _setting("rescan_s", 30, _seconds, "Seconds between two scans of the machine.")
+    max_slices_per_partition: int = _setting(
+        "max_slices_per_partition", 64, _count, "Most slices on one partition; bounds the size of the metrics too."
+    )
+    slices_tmpfs_bytes: int = _setting(
+        "slices_tmpfs_bytes", "256MiB", _size, "Size limit of the tmpfs that holds the slices' files."
+    )
+    log_level: str = _setting("log_level", "info", _log_level, "debug, info, warning or error.")
+    cdi_dir: Path = _setting("cdi.dir", "/run/cdi", _path, "Directory of the CDI file.")
+    cdi_kind: str = _setting("cdi.kind", "amdvgpu.io/slice", _text, "Kind of the CDI devices.")
+    cdi_card_nodes: bool = _setting(
+        "cdi.card_nodes", False, _flag, "Give slices the card node too, not only the render node."
+    )
+    cdi_version_limit: str = _setting(
+        "cdi.version_limit", "", _text, "Highest CDI version the file may declare; refused at start if too low."
+    )
+    rest_socket_group: str = _setting(
+        "rest.socket_group", "amdvgpu", _text, "Group that may change things over the socket; root always may."
+    )
+    rest_socket_mode: int = _setting("rest.socket_mode", "0660", _mode, "File mode of the API socket.")
+    rest_tcp: tuple[str, int] | None = _setting(
+        "rest.tcp", "127.0.0.1:9841", _listen, "Address for reads, /metrics and health over TCP; empty: none."
+    )
+    rest_tcp_details: bool = _setting(
+        "rest.tcp_details", False, _flag, "Show process lists and workload names over TCP too."
+    )
+    rest_token_file: Path = _setting(
+        "rest.token_file",
+        "/etc/amdvgpud/token",
+        _path,
+        "File with the token that allows changes over TCP, if it exists.",
+    )
+    metrics_compat: tuple[str, ...] = _setting(
+        "metrics.compat", [], _choices(("hami",)), "Also export metrics under these products' names."
+    )
+    origin: Mapping[str, str]
+
+
+SETTINGS: Final[Mapping[str, Setting]] = {
+    f.metadata["setting"].key: f.metadata["setting"] for f in fields(Settings) if "setting" in f.metadata
+}
+_FIELD_OF: Final = {f.metadata["setting"].key: f.name for f in fields(Settings) if "setting" in f.metadata}
+
+
+def read_settings(environment: Mapping[str, str], flags: Mapping[str, str], file: Path | None = None) -> Settings:
+    """Settings from all sources. ``flags`` maps keys to texts. ``file`` None: the default one, which may be absent.
+
+    ``Invalid`` names the key, its origin and the way out; an unknown key is an error with the nearest known one.
+    """
+    given: dict[str, tuple[object, str]] = {s.key: (s.default, "default") for s in SETTINGS.values()}
+    for path in _files(file):
+        given |= {key: (value, str(path)) for key, value in _read_file(path)}
+    for name, text in environment.items():
+        if name.startswith("AMDVGPUD_"):
+            key = next((s.key for s in SETTINGS.values() if s.variable == name), None)
+            if key is None:
+                raise Invalid(_unknown(name, [s.variable for s in SETTINGS.values()], "the environment"))
+            given[key] = (text, f"environment {name}")
+    given |= {key: (text, f"command line {SETTINGS[key].flag}") for key, text in flags.items()}
+
+    values: dict[str, object] = {}
+    for key, (value, origin) in given.items():
+        try:
+            values[_FIELD_OF[key]] = SETTINGS[key].parse(value, key)
+        except Invalid as error:
+            raise Invalid(f"{error.detail} (from {origin})", error.fields) from error
+    return Settings(**values, origin={key: origin for key, (_, origin) in given.items()})  # type: ignore[arg-type]
+
+
+def shown(settings: Settings) -> dict[str, object]:
+    """Each key with its value, as texts and numbers fit for JSON. No secret is among them: only files that hold one."""
+    plain: dict[str, object] = {}
+    for key, name in _FIELD_OF.items():
+        value = getattr(settings, name)
+        if key == "rest.tcp" and value is not None:
+            value = f"{value[0]}:{value[1]}"
+        elif key == "rest.socket_mode":
+            value = f"{value:04o}"
+        elif isinstance(value, Path):
+            value = str(value)
+        elif isinstance(value, tuple):
+            value = list(value)
+        plain[key] = "" if value is None else value
+    return plain
+
+
+def _files(file: Path | None) -> Iterator[Path]:
+    main = DEFAULT_FILE if file is None else file
+    if file is not None or main.exists():
+        yield main
+    yield from sorted((main.parent / "conf.d").glob("*.toml"))
+
+
+def _read_file(path: Path) -> Iterator[tuple[str, object]]:
+    try:
+        document = tomllib.loads(path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise Invalid(f"{path} cannot be read: {error}") from error
+    for key, value in _flat(document):
+        if key not in SETTINGS:
+            raise Invalid(_unknown(key, list(SETTINGS), str(path)))
+        yield key, value
+
+
+def _flat(table: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _unknown(name: str, known: list[str], origin: str) -> str:
+    nearest = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {nearest[0]}?" if nearest else f"known are {', '.join(known)}"
+    return f"{name} is no setting of amdvgpud (from {origin}): {hint}"
