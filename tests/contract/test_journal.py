@@ -1,0 +1,84 @@
+"""The Journal port: the stand-in and the real store keep the same promises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from amdvgpud.core.model import (
+    Book,
+    Compute,
+    ComputePolicy,
+    CuSet,
+    GpuId,
+    Holder,
+    Lease,
+    LeaseId,
+    PartitionId,
+    Request,
+    Share,
+    Slice,
+    Spread,
+    slice_name,
+)
+from amdvgpud.host.store import BookStore
+from amdvgpud.node import Journal
+from tests.fakes import GIB, MemoryJournal
+
+Open = Callable[[], Journal]
+
+
+@pytest.fixture(params=["memory", "sqlite"])
+def reopen(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
+    """Each call is another daemon on the same state."""
+    kept = MemoryJournal()
+    return (lambda: kept) if request.param == "memory" else (lambda: BookStore(tmp_path))
+
+
+def a_slice(name: str, revision: int = 1) -> Slice:
+    request = Request(
+        slice_name(name), Compute(ComputePolicy.EXACT, cu_count=38), 16 * GIB, 2, ("0", "GPU-1/0"), Spread.SPREAD
+    )
+    share = Share(PartitionId("GPU-1/0"), 16 * GIB, CuSet((0, 1, 9)), False, 38, 38, 32, "abc")
+    whole = Share(PartitionId("GPU-2/0"), 192 * GIB, None, False, 304, 304, 288, "def")
+    return Slice(slice_name(name), request, (share, whole), 1234.5, revision, 1000)
+
+
+def test_a_new_journal_is_an_empty_book(reopen: Open) -> None:
+    assert reopen().load() == Book()
+
+
+def test_all_of_a_book_comes_back(reopen: Open) -> None:
+    journal = reopen()
+    before = journal.load()
+    lease = Lease(LeaseId("l1"), slice_name("a"), Holder("me", 7, 8), 1.5, 2.5, ephemeral=True)
+    after = (
+        before.with_slice(a_slice("a"))
+        .with_slice(a_slice("b"))
+        .with_lease(lease)
+        .with_cordoned([GpuId("GPU-1")])
+        .with_oversubscription({GpuId("GPU-2"): 1.5})
+    )
+    journal.commit(before, after)
+    assert reopen().load() == after
+
+
+def test_what_was_taken_out_stays_out(reopen: Open) -> None:
+    journal = reopen()
+    empty = journal.load()
+    two = empty.with_slice(a_slice("a")).with_slice(a_slice("b")).with_cordoned([GpuId("g")])
+    journal.commit(empty, two)
+    one = two.without_slice(slice_name("a")).with_cordoned([])
+    journal.commit(two, one)
+    assert reopen().load() == one
+
+
+def test_a_change_can_be_taken_back(reopen: Open) -> None:
+    journal = reopen()
+    before = journal.load()
+    after = before.with_slice(a_slice("a"))
+    journal.commit(before, after)
+    journal.commit(after, before)
+    assert reopen().load() == before

@@ -1,0 +1,181 @@
+"""Stand-ins for Node's ports, for tests that are about Node or about a face. tests/contract runs the same checks on
+each of them and on the real thing. A fake can be told to fail, once, at a named step: that is how crashes are tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from amdvgpud.core.errors import HostFailure
+from amdvgpud.core.model import (
+    Book,
+    CuLayout,
+    Gpu,
+    GpuId,
+    Inventory,
+    Partition,
+    PartitionId,
+    ProcessUsage,
+    Slice,
+    SliceName,
+    Usage,
+)
+from amdvgpud.node import CdiStatus
+
+GIB = 1024**3
+
+
+def mi300x_layout() -> CuLayout:
+    """304 CUs: 8 XCCs of 4 engines, 38 CUs each, two engines of each XCC with 10 CUs and two with 9."""
+    return CuLayout(8, 4, 1, (10, 10, 9, 9) * 8, wgp=False)
+
+
+def a_gpu(index: int, vram_bytes: int = 192 * GIB, layout: CuLayout | None = None) -> Gpu:
+    """An unpartitioned GPU; all its numbers follow from ``index``, none equals another enumeration's."""
+    gpu_id = GpuId(f"GPU-{0xABCD0000 + index:016x}")
+    partition = Partition(
+        PartitionId(f"{gpu_id}/0"),
+        gpu_id,
+        0,
+        kfd_node=index + 2,
+        kfd_gpu_id=1000 + index,
+        render_minor=128 + index * 8,
+        vram_bytes=vram_bytes,
+        layout=layout or mi300x_layout(),
+        gfx_target="gfx942",
+        unique_id=0xABCD0000 + index,
+        numa_node=0,
+    )
+    return Gpu(
+        gpu_id,
+        index,
+        f"0000:{0x11 + index:02x}:00.0",
+        0xABCD0000 + index,
+        None,
+        0x74A1,
+        0,
+        "AMD Instinct MI300X",
+        "gfx942",
+        vram_bytes,
+        (partition,),
+        numa_node=0,
+        compute_partition="SPX",
+        memory_partition="NPS1",
+    )
+
+
+def an_inventory(gpu_count: int = 2) -> Inventory:
+    return Inventory(tuple(a_gpu(i) for i in range(gpu_count)), generation_id=1)
+
+
+@dataclass
+class StillSysfs:
+    """A machine that has what it is told to have."""
+
+    inventory: Inventory
+    used_bytes: dict[str, int] = field(default_factory=dict)
+    reads: int = 0
+
+    def read_inventory(self) -> Inventory:
+        self.reads += 1
+        return self.inventory
+
+    def vram_used_bytes(self, pci_address: str) -> int | None:
+        return self.used_bytes.get(pci_address)
+
+
+class Crash(BaseException):  # not an error: the end of the process, as kill -9 makes it
+    """Nobody catches this, so nothing is undone after it."""
+
+
+@dataclass
+class Faults:
+    """Steps that fail, or end the process, once each, when their turn comes; ``done`` is what has happened so far."""
+
+    failing: set[str] = field(default_factory=set)
+    crashing: set[str] = field(default_factory=set)
+    done: list[str] = field(default_factory=list)
+
+    def step(self, name: str) -> None:
+        if name in self.crashing:
+            self.crashing.remove(name)
+            raise Crash(name)
+        if name in self.failing:
+            self.failing.remove(name)
+            raise HostFailure(f"{name}: no luck")
+        self.done.append(name)
+
+
+@dataclass
+class MemoryJournal:
+    stored: Book = field(default_factory=Book)
+    faults: Faults = field(default_factory=Faults)
+
+    def load(self) -> Book:
+        return self.stored
+
+    def commit(self, before: Book, after: Book) -> None:
+        self.faults.step("commit")
+        self.stored = after
+
+
+@dataclass
+class MemoryFiles:
+    """Directories as a dict; ``usages`` is what guests have written into their ledgers."""
+
+    faults: Faults = field(default_factory=Faults)
+    written: dict[SliceName, Slice] = field(default_factory=dict)
+    usages: dict[SliceName, Usage] = field(default_factory=dict)
+    dead_bytes: dict[SliceName, int] = field(default_factory=dict)
+
+    def prepare(self) -> None:
+        self.faults.step("prepare")
+
+    def write(self, item: Slice, inventory: Inventory) -> None:
+        self.faults.step(f"write {item.name}")
+        self.written[item.name] = item
+        self.usages.setdefault(item.name, Usage(item.name))
+
+    def remove(self, name: SliceName) -> None:
+        self.faults.step(f"remove {name}")
+        self.written.pop(name, None)
+        self.usages.pop(name, None)
+
+    def names(self) -> frozenset[SliceName]:
+        return frozenset(self.written)
+
+    def usage(self, name: SliceName) -> Usage:
+        return self.usages.get(name, Usage(name, damaged="there is no ledger"))
+
+    def reclaim(self, name: SliceName) -> int:
+        if freed := self.dead_bytes.pop(name, 0):
+            before = self.usages[name]
+            self.usages[name] = replace(before, processes=(), reclaimed_bytes=before.reclaimed_bytes + freed)
+        return freed
+
+    def run_a_process_in(self, name: SliceName, pid: int = 4321) -> None:
+        self.usages[name] = Usage(name, processes=(ProcessUsage(0, pid, 77, 1, {}),))
+
+
+@dataclass
+class MemoryCdi:
+    faults: Faults = field(default_factory=Faults)
+    published: tuple[SliceName, ...] = ()
+    last: CdiStatus = field(default_factory=lambda: CdiStatus("memory", False, None, ()))
+
+    def publish(self, slices: Sequence[Slice], inventory: Inventory) -> CdiStatus:
+        try:
+            self.faults.step("publish")
+        except HostFailure as error:
+            self.last = replace(self.last, error=str(error))
+            return self.last
+        self.published = tuple(sorted(s.name for s in slices))
+        self.last = CdiStatus("memory", bool(slices), None, ())
+        return self.last
+
+    def render(self, slices: Sequence[Slice], inventory: Inventory) -> dict[str, object]:
+        return {"devices": [{"name": s.name} for s in slices]}
+
+    def status(self) -> CdiStatus:
+        return self.last

@@ -1,0 +1,89 @@
+"""BookStore: what the contract tests cannot see, that is damage and durability."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from amdvgpud.core.errors import HostFailure, StateUnreadable
+from amdvgpud.core.model import Book
+from amdvgpud.host.store import BookStore
+
+LIE = b'{"name":"x","shares":[{"cus":{"bits":[1,1]}}]}'.hex()
+
+
+def made(directory: Path) -> Path:
+    store = BookStore(directory)
+    store.load()
+    store.close()
+    return store.path
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(lambda p: p.write_bytes(b""), id="emptied"),
+        pytest.param(lambda p: p.write_bytes(b"not a database at all" * 100), id="overwritten"),
+        pytest.param(lambda p: p.write_bytes(p.read_bytes()[:3000]), id="cut short"),
+        pytest.param(lambda p: _sql(p, "UPDATE meta SET value = 99 WHERE key = 'schema_version'"), id="newer schema"),
+        pytest.param(lambda p: _sql(p, "DROP TABLE leases"), id="a table missing"),
+        pytest.param(lambda p: _sql(p, "INSERT INTO slices VALUES ('x', x'7b7d')"), id="a row that is no slice"),
+        pytest.param(lambda p: _sql(p, f"INSERT INTO slices VALUES ('x', x'{LIE}')"), id="a row that lies"),
+    ],
+)
+def test_a_state_that_cannot_be_understood_stops_us_and_is_left_alone(tmp_path: Path, damage: object) -> None:
+    path = made(tmp_path)
+    damage(path)  # type: ignore[operator]
+    before = path.read_bytes()
+    with pytest.raises(StateUnreadable, match=f"{path} cannot be understood: .*left as it is"):
+        BookStore(tmp_path).load()
+    assert path.read_bytes() == before
+
+
+def _sql(path: Path, statement: str) -> None:
+    db = sqlite3.connect(path)
+    db.execute(statement)
+    db.commit()
+    db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    db.close()
+
+
+def test_the_state_is_ours_alone(tmp_path: Path) -> None:
+    old = os.umask(0)
+    try:
+        path = made(tmp_path / "state")
+    finally:
+        os.umask(old)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+
+def test_a_half_made_first_state_is_no_lost_state(tmp_path: Path) -> None:
+    (tmp_path / "state.new").write_bytes(b"")
+    assert BookStore(tmp_path).load() == Book()
+
+
+def test_a_directory_that_cannot_be_made_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(HostFailure, match="could not be made"):
+        BookStore(tmp_path / "file" / "below").load()
+
+
+def test_a_commit_that_returned_survives_kill_9(tmp_path: Path) -> None:
+    program = f"""
+import os, pathlib, signal
+from amdvgpud.core.model import GpuId
+from amdvgpud.host.store import BookStore
+store = BookStore(pathlib.Path({str(tmp_path)!r}))
+book = store.load()
+store.commit(book, book.with_cordoned([GpuId("GPU-1")]))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -9
+    assert BookStore(tmp_path).load().cordoned == {"GPU-1"}

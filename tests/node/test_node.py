@@ -1,0 +1,373 @@
+"""Node: one owner of the Book, over stand-in ports."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from amdvgpud.core.errors import Conflict, HostFailure, Invalid, NoRoom, NotFound, Stale
+from amdvgpud.core.model import (
+    Book,
+    Compute,
+    ComputePolicy,
+    GpuId,
+    Holder,
+    Inventory,
+    Lease,
+    LeaseId,
+    Request,
+    Slice,
+    SliceName,
+    slice_name,
+)
+from amdvgpud.node import Node
+from tests.fakes import GIB, Crash, Faults, MemoryCdi, MemoryFiles, MemoryJournal, StillSysfs, a_gpu, an_inventory
+
+ALICE = slice_name("alice")
+BOB = slice_name("bob")
+
+
+@dataclass
+class Bench:
+    """A Node on stand-ins, with the hands on its clock and on what goes wrong."""
+
+    sysfs: StillSysfs = field(default_factory=lambda: StillSysfs(an_inventory()))
+    faults: Faults = field(default_factory=Faults)
+    now_s: float = 1000.0
+    dead: set[int] = field(default_factory=set)
+    max_slices: int = 64
+
+    def __post_init__(self) -> None:
+        self.journal = MemoryJournal(faults=self.faults)
+        self.files = MemoryFiles(self.faults)
+        self.cdi = MemoryCdi(self.faults)
+        self.node = self.restarted()
+
+    def restarted(self) -> Node:
+        """A second daemon on what the first has left behind."""
+        self.node = Node(
+            self.sysfs,
+            self.journal,
+            self.files,
+            self.cdi,
+            now_s=lambda: self.now_s,
+            process_alive=lambda holder: holder.pid not in self.dead,
+            max_slices_per_partition=self.max_slices,
+        )
+        return self.node
+
+    async def put_alice_and_delete_bob(self) -> None:
+        await self.node.put_slice(quarter())
+        await self.node.delete_slice(BOB)
+
+    def everything(self) -> tuple[set[SliceName], set[SliceName], set[SliceName], tuple[SliceName, ...]]:
+        """The slices as Book, journal, files and CDI have them: four accounts of one truth."""
+        return (
+            set(self.node.view().book.slices),
+            set(self.journal.stored.slices),
+            set(self.files.names()),
+            self.cdi.published,
+        )
+
+
+@pytest.fixture
+async def bench() -> Bench:
+    made = Bench()
+    await made.node.start()
+    made.faults.done.clear()
+    return made
+
+
+def quarter(name: SliceName = ALICE, vram_bytes: int | None = 16 * GIB, **more: object) -> Request:
+    return replace(Request(name, Compute(percent=25.0), vram_bytes), **more)  # type: ignore[arg-type]
+
+
+async def test_a_grant_goes_to_journal_then_files_then_cdi(bench: Bench) -> None:
+    item, new = await bench.node.put_slice(quarter())
+    assert new
+    assert bench.faults.done == ["commit", "write alice", "publish"]
+    assert (item.revision, item.created_s, item.shares[0].vram_bytes) == (1, 1000.0, 16 * GIB)
+    assert bench.everything() == ({ALICE}, {ALICE}, {ALICE}, (ALICE,))
+
+
+@pytest.mark.parametrize("step", ["commit", "write alice", "publish"])
+async def test_a_grant_that_fails_at_any_step_leaves_nothing(bench: Bench, step: str) -> None:
+    bench.faults.failing.add(step)
+    with pytest.raises(HostFailure, match="no luck"):
+        await bench.node.put_slice(quarter())
+    assert bench.everything() == (set(), set(), set(), ())
+    assert bench.journal.stored.revision == 0
+
+
+@pytest.mark.parametrize(
+    ("step", "survives"), [("commit", False), ("write alice", True), ("publish", True), ("remove bob", True)]
+)
+async def test_a_crash_before_any_step_is_repaired_at_the_next_start(bench: Bench, step: str, survives: bool) -> None:
+    await bench.node.put_slice(quarter(BOB))
+    bench.faults.crashing.add(step)
+    with pytest.raises(Crash):
+        await bench.put_alice_and_delete_bob()
+
+    await bench.restarted().start()
+    book, journal, files, published = bench.everything()
+    assert book == journal == files == set(published)
+    assert (ALICE in book, BOB in book) == (survives, step != "remove bob")
+
+
+async def test_the_same_request_again_changes_nothing(bench: Bench) -> None:
+    first, _ = await bench.node.put_slice(quarter())
+    bench.faults.done.clear()
+    assert await bench.node.put_slice(quarter()) == (first, False)
+    assert bench.faults.done == []
+
+
+async def test_another_request_of_the_same_name_replaces_the_slice_with_new_files(bench: Bench) -> None:
+    await bench.node.put_slice(quarter())
+    bench.faults.done.clear()
+    item, new = await bench.node.put_slice(quarter(vram_bytes=32 * GIB))
+    assert (new, item.shares[0].vram_bytes) == (False, 32 * GIB)
+    assert bench.faults.done == ["commit", "remove alice", "write alice", "publish"]
+
+
+async def test_a_slice_in_use_is_neither_replaced_nor_deleted(bench: Bench) -> None:
+    await bench.node.put_slice(quarter())
+    bench.files.run_a_process_in(ALICE, pid=4321)
+    with pytest.raises(Conflict, match="alice cannot be replaced: 1 processes run in it \\(pids 4321\\)"):
+        await bench.node.put_slice(quarter(vram_bytes=GIB))
+    with pytest.raises(Conflict, match="cannot be deleted"):
+        await bench.node.delete_slice(ALICE)
+    await bench.node.delete_slice(ALICE, force=True)
+    assert bench.everything() == (set(), set(), set(), ())
+
+
+async def test_deleting_withdraws_the_cdi_device_before_the_files(bench: Bench) -> None:
+    await bench.node.put_slice(quarter())
+    bench.faults.done.clear()
+    await bench.node.delete_slice(ALICE)
+    assert bench.faults.done == ["commit", "publish", "remove alice"]
+
+
+async def test_a_running_slice_is_resized_in_place(bench: Bench) -> None:
+    before, _ = await bench.node.put_slice(quarter())
+    bench.files.run_a_process_in(ALICE)
+    bench.faults.done.clear()
+    after = await bench.node.resize_slice(ALICE, 8 * GIB)
+    assert (after.shares[0].vram_bytes, after.request.vram_bytes) == (8 * GIB, 8 * GIB)
+    assert after.shares[0].cus == before.shares[0].cus
+    assert bench.faults.done == ["commit", "write alice", "publish"]
+    with pytest.raises(NoRoom):
+        await bench.node.resize_slice(ALICE, 193 * GIB)
+
+
+async def test_revisions_guard_against_lost_updates(bench: Bench) -> None:
+    item, _ = await bench.node.put_slice(quarter(), create_only=True)
+    with pytest.raises(Stale, match="exists already"):
+        await bench.node.put_slice(quarter(), create_only=True)
+    with pytest.raises(Stale, match="at revision 1, not 7"):
+        await bench.node.resize_slice(ALICE, GIB, if_revision=7)
+    with pytest.raises(Stale, match="does not exist"):
+        await bench.node.delete_slice(BOB, if_revision=1)
+    await bench.node.delete_slice(ALICE, if_revision=item.revision)
+    with pytest.raises(NotFound, match="no slice alice here; there are none"):
+        await bench.node.delete_slice(ALICE)
+
+
+async def test_of_twenty_who_want_the_last_slice_one_gets_it(bench: Bench) -> None:
+    await bench.node.put_slice(quarter())
+    answers = await asyncio.gather(
+        *(bench.node.grant_lease(Holder(f"client {i}"), slice=ALICE) for i in range(20)), return_exceptions=True
+    )
+    assert sorted(type(a).__name__ for a in answers) == ["Conflict"] * 19 + ["Lease"]
+
+
+async def test_an_ephemeral_slice_goes_with_its_lease(bench: Bench) -> None:
+    lease = await bench.node.grant_lease(Holder("run"), request=quarter(BOB))
+    assert lease.ephemeral
+    assert bench.everything() == ({BOB}, {BOB}, {BOB}, (BOB,))
+    bench.files.run_a_process_in(BOB)
+    await bench.node.release_lease(lease.id)
+    assert bench.everything() == (set(), set(), set(), ())
+    assert bench.journal.stored.leases == {}
+
+
+async def test_a_lease_ends_with_its_time_or_with_its_holder(bench: Bench) -> None:
+    await bench.node.put_slice(quarter())
+    timed = await bench.node.grant_lease(Holder("timed"), slice=ALICE, ttl_s=60)
+    alive = await bench.node.grant_lease(Holder("process", 77, 5), request=quarter(BOB))
+    await bench.node.tick()
+    assert set(bench.node.view().book.leases) == {timed.id, alive.id}
+
+    bench.now_s += 60
+    bench.dead.add(77)
+    await bench.node.tick()
+    assert bench.node.view().book.leases == {}
+    assert set(bench.node.view().book.slices) == {ALICE}
+    kinds = [e.kind for e in bench.node.events_since(0)[0]]
+    assert kinds[-2:] == ["lease.expired", "lease.holder-ended"]
+
+
+async def test_a_renewed_lease_lives_on(bench: Bench) -> None:
+    lease = await bench.node.grant_lease(Holder("timed"), request=quarter(), ttl_s=60)
+    bench.now_s += 50
+    assert (await bench.node.renew_lease(lease.id, 60)).expires_s == 1110
+    bench.now_s += 50
+    await bench.node.tick()
+    assert set(bench.node.view().book.leases) == {lease.id}
+
+
+async def test_leases_and_slices_come_back_with_the_same_ids_and_cus(bench: Bench) -> None:
+    await bench.node.put_slice(quarter())
+    await bench.node.grant_lease(Holder("somebody"), slice=ALICE)
+    before = bench.node.view().book
+    await bench.restarted().start()
+    assert bench.node.view().book == before
+
+
+async def test_a_slice_whose_gpu_is_gone_is_lost_and_comes_back_the_same(bench: Bench) -> None:
+    item, _ = await bench.node.put_slice(quarter(on=("1",)))
+    both = bench.sysfs.inventory
+    bench.sysfs.inventory = Inventory((both.gpus[0],))
+    await bench.node.rescan()
+    view = bench.node.view()
+    assert view.lost == {ALICE: f"{item.shares[0].partition} is not there"}
+    assert (view.book.slices, bench.cdi.published) == ({ALICE: item}, ())
+    with pytest.raises(Conflict, match="lost"):
+        await bench.node.resize_slice(ALICE, GIB)
+    with pytest.raises(Conflict, match="lost"):
+        await bench.node.grant_lease(Holder("x"), slice=ALICE)
+
+    bench.sysfs.inventory = both
+    await bench.node.rescan()
+    assert (bench.node.view().lost, bench.cdi.published) == ({}, (ALICE,))
+    assert [e.kind for e in bench.node.events_since(0)[0] if e.subject == ALICE] == [
+        "slice.created",
+        "slice.lost",
+        "slice.returned",
+    ]
+
+
+async def test_another_layout_of_the_same_gpu_loses_its_slices(bench: Bench) -> None:
+    await bench.node.put_slice(quarter(on=("0",)))
+    gpu = a_gpu(0)
+    cut = replace(gpu.partitions[0], layout=replace(gpu.partitions[0].layout, active=(9,) * 32))
+    bench.sysfs.inventory = Inventory((replace(gpu, partitions=(cut,)),))
+    await bench.node.rescan()
+    assert "another layout" in bench.node.view().lost[ALICE]
+
+
+async def test_renumbered_devices_get_their_files_written_anew(bench: Bench) -> None:
+    await bench.node.put_slice(quarter(on=("0",)))
+    gpu = a_gpu(0)
+    moved = replace(gpu.partitions[0], render_minor=200, kfd_gpu_id=7)
+    bench.sysfs.inventory = Inventory((replace(gpu, partitions=(moved,)),))
+    bench.faults.done.clear()
+    await bench.node.rescan()
+    assert bench.faults.done == ["write alice", "publish"]
+
+
+async def test_files_that_nobody_was_promised_are_removed_at_start(bench: Bench) -> None:
+    stray = replace(bench.node._placed(quarter(BOB), 0))
+    bench.files.written[BOB] = stray
+    await bench.restarted().start()
+    assert bench.files.names() == frozenset()
+
+
+async def test_callers_of_rescan_share_one_scan(bench: Bench) -> None:
+    bench.sysfs.reads = 0
+    await asyncio.gather(*(bench.node.rescan() for _ in range(10)))
+    assert bench.sysfs.reads == 1
+
+
+async def test_a_change_is_finished_though_its_caller_goes_away(bench: Bench) -> None:
+    task = asyncio.create_task(bench.node.put_slice(quarter()))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await bench.node.rescan()  # waits its turn behind the change
+    assert bench.everything() == ({ALICE}, {ALICE}, {ALICE}, (ALICE,))
+
+
+async def test_what_dead_processes_held_is_returned_and_told(bench: Bench) -> None:
+    await bench.node.put_slice(quarter())
+    bench.files.run_a_process_in(ALICE)
+    bench.files.dead_bytes[ALICE] = 5 * GIB
+    await bench.node.tick()
+    assert bench.node.view().usage[ALICE].processes == ()
+    assert bench.node.events_since(0)[0][-1].kind == "ledger.reclaimed"
+
+
+async def test_a_cordoned_gpu_takes_nothing_new(bench: Bench) -> None:
+    gpu = bench.sysfs.inventory.gpus[0].id
+    await bench.node.set_cordoned(gpu, True)
+    with pytest.raises(NoRoom):
+        await bench.node.put_slice(quarter(on=(gpu,)))
+    await bench.node.set_cordoned(gpu, False)
+    await bench.node.put_slice(quarter(on=(gpu,)))
+    with pytest.raises(NotFound, match="no GPU GPU-x here"):
+        await bench.node.set_cordoned(GpuId("GPU-x"), True)
+
+
+async def test_oversubscription_is_off_until_switched_on_and_never_breaks_a_promise(bench: Bench) -> None:
+    gpu = bench.sysfs.inventory.gpus[0].id
+    whole = Request(ALICE, Compute(percent=25.0), 192 * GIB, on=(gpu,))
+    half_more = Request(BOB, Compute(percent=25.0), 96 * GIB, on=(gpu,))
+    await bench.node.put_slice(whole)
+    with pytest.raises(NoRoom):
+        await bench.node.put_slice(half_more)
+    await bench.node.set_oversubscription(gpu, 1.5)
+    await bench.node.put_slice(half_more)
+    with pytest.raises(Conflict, match="would break a promise"):
+        await bench.node.set_oversubscription(gpu, 1.0)
+    with pytest.raises(Invalid):
+        await bench.node.set_oversubscription(gpu, 0.5)
+
+
+async def test_no_partition_gets_more_slices_than_configured() -> None:
+    bench = Bench(max_slices=2)
+    await bench.node.start()
+    for name in (ALICE, BOB):
+        await bench.node.put_slice(Request(name, Compute(cu_count=32), GIB, on=("0",)))
+    with pytest.raises(Conflict, match="has 2 slices"):
+        await bench.node.put_slice(Request(slice_name("carol"), Compute(cu_count=32), GIB, on=("0",)))
+
+
+async def test_events_are_replayed_and_a_gap_is_said(bench: Bench) -> None:
+    start = bench.node.events_since(0)[1]
+    waiting = asyncio.create_task(bench.node.wait_event(start, 10))
+    await bench.node.put_slice(quarter())
+    await waiting
+    events, last, dropped = bench.node.events_since(start)
+    assert ([e.kind for e in events], last, dropped) == (["slice.created"], start + 1, False)
+    assert bench.node.events_since(last + 99)[2]
+    for _ in range(1100):
+        bench.node._tell("noise", "x", "y")
+    assert bench.node.events_since(start)[2]
+
+
+async def test_a_whole_gpu_takes_no_neighbour(bench: Bench) -> None:
+    await bench.node.put_slice(Request(ALICE, Compute(ComputePolicy.WHOLE), on=("0",)))
+    with pytest.raises(NoRoom):
+        await bench.node.put_slice(quarter(BOB, on=("0",)))
+
+
+async def test_a_lease_on_neither_or_both_is_refused(bench: Bench) -> None:
+    with pytest.raises(Invalid, match="exactly one"):
+        await bench.node.grant_lease(Holder("x"))
+    with pytest.raises(Invalid, match="exactly one"):
+        await bench.node.grant_lease(Holder("x"), slice=ALICE, request=quarter())
+
+
+async def test_the_repr_shows_the_state(bench: Bench) -> None:
+    await bench.node.put_slice(quarter())
+    assert repr(bench.node) == "<Node r1: 2 GPUs, 1 slices (0 lost), 0 leases>"
+
+
+def test_an_unreadable_book_is_not_needed_to_name_things() -> None:
+    lease = Lease(LeaseId("l"), ALICE, Holder("x"), 0.0, None, ephemeral=False)
+    item = Slice(ALICE, quarter(), (), 0.0, 1)
+    book = Book().with_slice(item).with_lease(lease)
+    assert book.without_slice(ALICE).leases == {}
+    assert book.lease_of(BOB) is None
