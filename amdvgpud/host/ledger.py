@@ -1,0 +1,706 @@
+"""The policy and ledger files of each slice: made, kept up to date, read, and cleared of dead processes.
+
+Owns ``<run_dir>/slices``. Layout of both files: ``shim/include/amdvgpu/abi.h``, read here through ``amdvgpud._abi``.
+The gate (``shim/``) is the other party; neither talks to the other but through these files.
+
+The policy is ours alone, so it is mapped and changed by whole 8-byte stores. The ledger can be written by the guest:
+what is read from it is bounds checked and never admits anything (quotas come from the Book), it is read by ``pread``
+(a mapping of a file that the guest cuts short kills the reader), and the one thing that must be a compare-and-swap on
+a mapping, taking a dead process's slot apart, is done in C behind a SIGBUS guard.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import logging
+import mmap
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from amdvgpud._abi import ffi, lib
+from amdvgpud.core.errors import HostFailure, NotFound
+from amdvgpud.core.model import (
+    CuSet,
+    GpuUsage,
+    Inventory,
+    Partition,
+    ProcessUsage,
+    Share,
+    Slice,
+    SliceName,
+    Usage,
+)
+
+log = logging.getLogger(__name__)
+
+_INITIAL_PID_NAMESPACE: Final = 0xEFFFFFFC
+"""Inode of the machine's own pid namespace (kernel, include/linux/proc_ns.h): from there all processes are seen."""
+_WORD: Final = 8
+_MOST_BYTES: Final = (1 << 63) - 1
+_MS_NOSUID_NODEV_NOEXEC: Final = 2 | 4 | 8
+_MS_REMOUNT: Final = 32
+_ROOM: Final = 4096
+"""Bytes of the small files beside policy and ledger that we are willing to read."""
+
+
+# ---------------------------------------------------------------------------------------------------------- writing
+
+
+def write_slice(directory: Path, item: Slice, inventory: Inventory, *, sysfs_root: Path = Path("/")) -> None:
+    """Make ``directory`` the guest directory of ``item``, or bring it up to date in place.
+
+    Afterwards it holds ``policy``, ``ledger``, ``slice.json`` and one ``mem_banks-<kfd_gpu_id>`` a GPU. A directory
+    that already serves the same GPUs keeps its inodes and its ledger; any other is replaced whole, by rename. Needs no
+    daemon and no root. ``NotFound``: a share is on a partition that the inventory lacks. ``HostFailure``: no write.
+    """
+    placed = _placed(item, inventory)
+    with _translated(f"slice {item.name!r}: cannot write {directory}"):
+        if _serves(directory, placed):
+            _update(directory, item, placed, inventory, sysfs_root)
+            return
+        fresh = directory.with_name(f".new-{directory.name}")
+        _discard(fresh)
+        _make(fresh, item, placed, inventory, sysfs_root)
+        _replace(fresh, directory)
+
+
+def _placed(item: Slice, inventory: Inventory) -> list[tuple[Share, Partition]]:
+    """Each share with the Partition it is on; cell ``i`` of a ledger slot belongs to entry ``i``."""
+    placed = []
+    for share in item.shares:
+        partition = inventory.partition(share.partition)
+        if partition is None:
+            there = ", ".join(p.id for p in inventory.partitions) or "none"
+            raise NotFound(f"slice {item.name!r} is on partition {share.partition}, which is not here (here: {there})")
+        placed.append((share, partition))
+    return placed
+
+
+def _policy_words(item: Slice, placed: Sequence[tuple[Share, Partition]], environment: Mapping[str, str]) -> list[int]:
+    """The policy as its 8-byte words, with ``sequence`` and ``slice_key`` still 0."""
+    policy = ffi.new("struct avg_policy *")
+    policy.magic = lib.AVG_POLICY_MAGIC
+    policy.version = lib.AVG_VERSION
+    policy.bytes = lib.AVG_POLICY_BYTES
+    policy.gpu_count = len(placed)
+    policy.cu_mask_env_hash = _text_hash(environment.get("HSA_CU_MASK"))
+    policy.visible_env_hash = _text_hash(environment.get("ROCR_VISIBLE_DEVICES"))
+    policy.name = item.name.encode()
+    for entry, (share, partition) in zip(policy.gpu, placed, strict=False):
+        entry.kfd_gpu_id = partition.kfd_gpu_id
+        entry.kfd_node = partition.kfd_node
+        entry.vram_bytes = share.vram_bytes
+        entry.physical_bytes = partition.vram_bytes
+        entry.cu_count = partition.cu_count
+        entry.xcc_count = partition.layout.xcc_count
+        entry.flags = (lib.AVG_GPU_MASKED if share.cus else 0) | (lib.AVG_GPU_WGP if partition.layout.wgp else 0)
+        entry.priority = lib.AVG_PRIORITY_NONE
+        mask = share.cus.mask if share.cus else 0
+        for word in range(lib.AVG_MASK_WORDS):
+            entry.cu_mask[word] = mask >> 64 * word & 0xFFFFFFFFFFFFFFFF
+    return list(memoryview(ffi.buffer(policy)[:]).cast("Q"))
+
+
+def _text_hash(text: str | None) -> int:
+    """As the gate computes it over the value it finds in its environment; 0 where no such variable is written."""
+    if text is None:
+        return 0
+    raw = text.encode()
+    return int(lib.avg_text_hash(raw, len(raw)))
+
+
+_SEQUENCE: Final = int(ffi.offsetof("struct avg_policy", "sequence")) // _WORD
+_SLICE_KEY: Final = int(ffi.offsetof("struct avg_policy", "slice_key")) // _WORD
+_GPU: Final = int(ffi.offsetof("struct avg_policy", "gpu")) // _WORD
+_GPU_WORDS: Final = int(ffi.sizeof("struct avg_policy_gpu")) // _WORD
+_QUOTA: Final = int(ffi.offsetof("struct avg_policy_gpu", "vram_bytes")) // _WORD
+_LIVE: Final = frozenset(_GPU + i * _GPU_WORDS + _QUOTA for i in range(lib.AVG_MAX_GPUS))
+"""Words that a reader loads singly: changing one needs no sequence."""
+
+
+def _make(
+    directory: Path,
+    item: Slice,
+    placed: Sequence[tuple[Share, Partition]],
+    inventory: Inventory,
+    sysfs_root: Path,
+) -> None:
+    environment = _environment(item, inventory)
+    words = _policy_words(item, placed, environment)
+    words[_SLICE_KEY] = secrets.randbits(64) | 1
+    directory.mkdir()
+    directory.chmod(0o755)
+    _create(directory / "policy", 0o444, memoryview(_bytes_of(words)))
+    _create(directory / "slice.json", 0o444, _slice_json(item, placed, environment))
+    for share, partition in placed:
+        _create(directory / f"mem_banks-{partition.kfd_gpu_id}", 0o444, _mem_banks(share, partition, sysfs_root))
+    with _opened(directory / "ledger", os.O_RDWR | os.O_CREAT | os.O_EXCL) as fd:
+        os.fchmod(fd, 0o666)
+        _restore_ledger(fd, len(placed), words[_SLICE_KEY])
+
+
+def _update(
+    directory: Path,
+    item: Slice,
+    placed: Sequence[tuple[Share, Partition]],
+    inventory: Inventory,
+    sysfs_root: Path,
+) -> None:
+    environment = _environment(item, inventory)
+    words = _policy_words(item, placed, environment)
+    with _opened_to_write(directory / "policy") as fd, mmap.mmap(fd, lib.AVG_POLICY_BYTES) as mapped:
+        now = memoryview(mapped[:]).cast("Q")
+        words[_SLICE_KEY] = now[_SLICE_KEY]
+        words[_SEQUENCE] = now[_SEQUENCE] & ~1
+        changed = [i for i, word in enumerate(words) if word != now[i]]
+        with memoryview(mapped) as view:
+            base = ffi.from_buffer(view)
+
+            # A quota alone is one store, whole by itself. Anything else is bracketed by an odd sequence, so that a gate
+            # that copies a mask at this moment looks again. A daemon that died in between left it odd: ended here too.
+            if not set(changed) <= _LIVE:
+                stores = [(i, words[i]) for i in changed if i != _SEQUENCE]
+                sequence = words[_SEQUENCE]
+                stores = [(_SEQUENCE, sequence + 1), *stores, (_SEQUENCE, (sequence + 2) % (1 << 64))]
+            else:
+                stores = [(i, words[i]) for i in changed]
+            for word, value in stores:
+                lib.avg_store(base + word * _WORD, value)
+            del base  # or the mapping could not be closed
+    for share, partition in placed:
+        path = directory / f"mem_banks-{partition.kfd_gpu_id}"
+        text = _mem_banks(share, partition, sysfs_root)
+        if _read_small(path) != text:
+            # In place: a container has this very inode mounted over the KFD's file. A reader that comes between the two
+            # calls sees the new text with the rest of a longer old one behind it.
+            with _opened_to_write(path) as fd:
+                os.pwrite(fd, text, 0)
+                os.ftruncate(fd, len(text))
+    text = _slice_json(item, placed, environment)
+    if _read_small(directory / "slice.json") != text:
+        fresh = directory / ".slice.json"
+        fresh.unlink(missing_ok=True)
+        _create(fresh, 0o444, text)
+        fresh.rename(directory / "slice.json")
+
+
+def _serves(directory: Path, placed: Sequence[tuple[Share, Partition]]) -> bool:
+    """Whether ``directory`` is whole, of our version and for the same GPUs in the same order."""
+    policy = _read_policy(directory)
+    if policy is None or not stat.S_ISREG(_mode(directory / "ledger")):
+        return False
+    return [g.kfd_gpu_id for g in policy.gpus] == [p.kfd_gpu_id for _, p in placed]
+
+
+def _environment(item: Slice, inventory: Inventory) -> dict[str, str]:
+    try:
+        from amdvgpud.core.render import slice_environment  # type: ignore[import-not-found, unused-ignore]
+    except ImportError:
+        return {}
+    environment: dict[str, str] = slice_environment(item, inventory)
+    return environment
+
+
+def _mem_banks(share: Share, partition: Partition, sysfs_root: Path) -> bytes:
+    """The KFD's memory-bank text of ``partition`` with the slice's size: what the runtime takes for the total."""
+    source = sysfs_root / f"sys/devices/virtual/kfd/kfd/topology/nodes/{partition.kfd_node}/mem_banks/0/properties"
+    size = min(share.vram_bytes, partition.vram_bytes)
+    try:
+        lines = source.read_text().splitlines()
+    except OSError as error:
+        # Nothing is left unlimited by this: the file only tells the total, the gate holds the quota.
+        log.warning("KFD node %d has no readable memory bank (%s): a plain one is shown", partition.kfd_node, error)
+        lines = ["heap_type 1", "size_in_bytes 0", "flags 0", "width 0", "mem_clk_max 0"]
+    return "".join(f"size_in_bytes {size}\n" if ln.startswith("size_in_bytes ") else f"{ln}\n" for ln in lines).encode()
+
+
+def _slice_json(item: Slice, placed: Sequence[tuple[Share, Partition]], environment: Mapping[str, str]) -> bytes:
+    document = {
+        "slice": item.name,
+        "gpus": [
+            {
+                "partition": share.partition,
+                "kfd_gpu_id": partition.kfd_gpu_id,
+                "gfx_target": partition.gfx_target,
+                "vram_bytes": share.vram_bytes,
+                "physical_vram_bytes": partition.vram_bytes,
+                "cu_count": share.granted_cus,
+                "effective_cus": share.effective_cus,
+                "physical_cu_count": partition.cu_count,
+                "cu_mask": None if share.cus is None else hex(CuSet(share.cus.bits).mask),
+            }
+            for share, partition in placed
+        ],
+        "environment": dict(environment),
+    }
+    return (json.dumps(document, indent=2) + "\n").encode()
+
+
+def _restore_ledger(fd: int, gpu_count: int, slice_key: int) -> None:
+    """Give the open ledger its size, its space on disk and its head; slots are left as they are."""
+    size = int(lib.avg_ledger_bytes(gpu_count))
+    os.ftruncate(fd, size)
+    os.posix_fallocate(fd, 0, size)  # a guest must not meet a full tmpfs as SIGBUS in the middle of a charge
+    os.pwrite(fd, _ledger_head(gpu_count, slice_key), 0)
+
+
+def _ledger_head(gpu_count: int, slice_key: int) -> bytes:
+    """The fields of the head that are ours; those that the gates write follow them."""
+    head = ffi.new("struct avg_ledger *")
+    head.magic = lib.AVG_LEDGER_MAGIC
+    head.version = lib.AVG_VERSION
+    head.slot_count = lib.AVG_SLOTS
+    head.slot_bytes = lib.avg_slot_bytes(gpu_count)
+    head.gpu_count = gpu_count
+    head.slice_key = slice_key
+    return bytes(ffi.buffer(head)[: ffi.offsetof("struct avg_ledger", "slots_touched")])
+
+
+# ---------------------------------------------------------------------------------------------------------- reading
+
+
+@dataclass(frozen=True, slots=True)
+class _PolicyGpu:
+    kfd_gpu_id: int
+    bound_bytes: int
+    """More than this no honest process can hold: what is above it was made up."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Policy:
+    gpus: tuple[_PolicyGpu, ...]
+    slice_key: int
+
+
+def _read_policy(directory: Path) -> _Policy | None:
+    """What of our own policy is needed to read the ledger beside it; None where there is none that we understand."""
+    raw = _read_small(directory / "policy")
+    if len(raw) != lib.AVG_POLICY_BYTES:
+        return None
+    policy = ffi.from_buffer("struct avg_policy[]", raw)[0]
+    if policy.magic != lib.AVG_POLICY_MAGIC or policy.version != lib.AVG_VERSION:
+        return None
+    if not 1 <= policy.gpu_count <= lib.AVG_MAX_GPUS:
+        return None
+    entries = [policy.gpu[i] for i in range(policy.gpu_count)]
+    gpus = tuple(_PolicyGpu(int(g.kfd_gpu_id), max(int(g.vram_bytes), int(g.physical_bytes))) for g in entries)
+    return _Policy(gpus, int(policy.slice_key))
+
+
+@dataclass(frozen=True, slots=True)
+class _SlotView:
+    """The identity of one slot, as its writer (the guest) states it."""
+
+    index: int
+    owner: int
+    start_ticks: int
+
+    @property
+    def pid(self) -> int:
+        return self.owner & int(lib.AVG_OWNER_PID_MASK)
+
+    @property
+    def pid_namespace(self) -> int:
+        return self.owner >> int(lib.AVG_OWNER_NS_SHIFT)
+
+    @property
+    def reclaiming(self) -> bool:
+        return bool(self.owner & int(lib.AVG_OWNER_RECLAIM))
+
+
+def _slots(words: memoryview, gpu_count: int) -> Iterator[tuple[_SlotView, int]]:
+    """Each owned slot and the index of its first cell's first word. All slots are looked at: `slots_touched` is a hint
+    for honest readers, and a guest could lower it to hide."""
+    head, stride = lib.AVG_LEDGER_HEAD_BYTES // _WORD, lib.avg_slot_bytes(gpu_count) // _WORD
+    for index in range(lib.AVG_SLOTS):
+        at = head + index * stride
+        if words[at] & lib.AVG_OWNER_PID_MASK:
+            yield _SlotView(index, words[at], words[at + 1]), at + lib.AVG_SLOT_HEAD_BYTES // _WORD
+
+
+# Order of the words of struct avg_cell and struct avg_past.
+_USED, _PENDING, _EARMARK, _PEAK, _ALLOCATIONS, _FREES, _DENIALS, _DENIED = range(8)
+_PAST_PEAK, _PAST_ALLOCATIONS, _PAST_FREES, _PAST_DENIALS, _PAST_DENIED, _PAST_RECLAIMED = range(6)
+
+
+def _read_usage(name: SliceName, raw: bytes, policy: _Policy, damaged: str | None) -> Usage:
+    words = memoryview(raw).cast("Q")
+    gpu_count, cell_words = len(policy.gpus), lib.AVG_CELL_BYTES // _WORD
+    sums = [[0] * cell_words for _ in policy.gpus]
+    processes = []
+    for slot, first in _slots(words, gpu_count):
+        used = {}
+        for index, gpu in enumerate(policy.gpus):
+            cell = words[first + index * cell_words : first + (index + 1) * cell_words]
+            if cell[_USED] > gpu.bound_bytes:
+                damaged = damaged or f"slot {slot.index} claims {cell[_USED]} bytes, more than GPU or quota have"
+            used[gpu.kfd_gpu_id] = min(cell[_USED], gpu.bound_bytes)
+            total = sums[index]
+            total[_USED] += used[gpu.kfd_gpu_id]
+            total[_PEAK] = max(total[_PEAK], min(cell[_PEAK], gpu.bound_bytes))
+            for field in (_ALLOCATIONS, _FREES, _DENIALS, _DENIED):
+                total[field] += cell[field]
+        if not slot.reclaiming:
+            processes.append(ProcessUsage(slot.index, slot.pid, slot.start_ticks, slot.pid_namespace, used))
+    past_at = int(ffi.offsetof("struct avg_ledger", "past")) // _WORD
+    past_words = int(ffi.sizeof("struct avg_past")) // _WORD
+    reclaimed, gpus = 0, []
+    for index, (gpu, total) in enumerate(zip(policy.gpus, sums, strict=True)):
+        past = words[past_at + index * past_words : past_at + (index + 1) * past_words]
+        reclaimed += past[_PAST_RECLAIMED]
+        used_bytes = min(total[_USED], gpu.bound_bytes)
+        gpus.append(
+            GpuUsage(
+                kfd_gpu_id=gpu.kfd_gpu_id,
+                used_bytes=used_bytes,
+                peak_bytes=max(used_bytes, total[_PEAK], min(past[_PAST_PEAK], gpu.bound_bytes)),
+                denials=_bounded(total[_DENIALS] + past[_PAST_DENIALS]),
+                denied_bytes=_bounded(total[_DENIED] + past[_PAST_DENIED]),
+                allocations=_bounded(total[_ALLOCATIONS] + past[_PAST_ALLOCATIONS]),
+                frees=_bounded(total[_FREES] + past[_PAST_FREES]),
+            )
+        )
+    return Usage(name, tuple(gpus), tuple(processes), damaged, _bounded(reclaimed))
+
+
+def _bounded(count: int) -> int:
+    return min(count, _MOST_BYTES)
+
+
+# --------------------------------------------------------------------------------------------------------- the dead
+
+
+@dataclass(frozen=True, slots=True)
+class Processes:
+    """Which processes live, as far as this /proc shows: enough to say of a slot that its owner is certainly gone."""
+
+    starts: Mapping[tuple[int, int], int]
+    """(pid namespace inode, pid as counted there) -> start time in clock ticks."""
+    veiled: frozenset[int]
+    """Innermost pids of processes whose namespace we may not see."""
+    own_namespace: int
+    """0: /proc cannot be believed at all."""
+
+    def gone(self, slot_pid: int, slot_namespace: int, start_ticks: int, reclaiming: bool) -> bool:
+        """Whether the slot's owner is certainly dead.
+
+        From the machine's own pid namespace everything is visible, so absence is death, in namespaces that have ended
+        too. From another one only its own processes can be judged. A start time of 0 (being written) or 1 (its /proc
+        was unreadable), and a slot under reclaim (the start time is its last owner's), are judged by the pid alone.
+        """
+        if not self.own_namespace or slot_pid in self.veiled:
+            return False
+        if slot_namespace != self.own_namespace and self.own_namespace != _INITIAL_PID_NAMESPACE:
+            return False
+        if slot_namespace <= 1:
+            # The process could not read its own namespace: its pid may be counted in any.
+            return self.own_namespace == _INITIAL_PID_NAMESPACE and all(pid != slot_pid for _, pid in self.starts)
+        start = self.starts.get((slot_namespace, slot_pid))
+        return start is None or (start_ticks > 1 and not reclaiming and start != start_ticks)
+
+
+def read_processes(proc: Path = Path("/proc")) -> Processes:
+    """One look at ``proc``. A /proc that hides others' processes (hidepid) or is not mounted says nothing of death."""
+    own = _namespace_of(proc / "self")
+    if own == 0 or not (proc / "1").exists():
+        return Processes({}, frozenset(), 0)
+    starts: dict[tuple[int, int], int] = {}
+    veiled = set()
+    for entry in proc.iterdir():
+        if not entry.name.isdecimal():
+            continue
+        try:
+            fields = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
+            status = (entry / "status").read_text(errors="replace")
+        except (OSError, ValueError):
+            continue  # it ended while we looked
+        # A zombie has given its memory back; but a leader may be one while its threads live on: num_threads says.
+        if fields[0] in "XZ" and int(fields[17]) <= 1:
+            continue
+        inner = [int(ln.split()[-1]) for ln in status.splitlines() if ln.startswith("NSpid:")]
+        pid = inner[0] if inner else int(entry.name)
+        namespace = _namespace_of(entry)
+        if namespace:
+            starts[namespace, pid] = int(fields[19])
+        else:
+            veiled.add(pid)
+    return Processes(starts, frozenset(veiled), own)
+
+
+def _namespace_of(entry: Path) -> int:
+    """Inode of the pid namespace, or 0 where we may not know (another user's process, seen without root)."""
+    try:
+        text = str((entry / "ns/pid").readlink())  # pid:[4026531836]
+        return int(text.rpartition("[")[2].rstrip("]"))
+    except (OSError, ValueError):
+        return 0
+
+
+# ------------------------------------------------------------------------------------------------------------- port
+
+
+class LedgerFiles:
+    """The slices' directories under ``run_dir/slices`` (:class:`amdvgpud.node.SliceFiles`). Not thread safe.
+
+    ``warnings`` says in whole sentences what could not be had (a tmpfs of its own) and what that means.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        sysfs_root: Path = Path("/"),
+        tmpfs_bytes: int = 64 << 20,
+        proc: Path = Path("/proc"),
+    ) -> None:
+        self.run_dir = run_dir
+        self.slices = run_dir / "slices"
+        self.warnings: tuple[str, ...] = ()
+        self._sysfs_root = sysfs_root
+        self._tmpfs_bytes = tmpfs_bytes
+        self._proc = proc
+        self._damaged: dict[SliceName, str] = {}
+
+    def prepare(self) -> None:
+        """The directory of slices, on its own size-limited tmpfs. ``HostFailure``: not even the directory.
+
+        Where no tmpfs can be mounted (not root, no capability in a container) an ordinary directory serves, and
+        ``warnings`` says so: then a guest that grows its ledger fills whatever ``run_dir`` lies on.
+        """
+        with _translated(f"cannot prepare {self.slices}"):
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            self.run_dir.chmod(0o711)  # pass through, not list: a rootless runtime must reach its own slice
+            self.slices.mkdir(exist_ok=True)
+            self.warnings = ()
+            if reason := self._mount():
+                warning = (
+                    f"{self.slices} is not on a tmpfs of its own ({reason}): a guest that grows its ledger can fill "
+                    f"the file system of {self.run_dir}; run the daemon as root, or mount a small tmpfs there"
+                )
+                self.warnings = (warning,)
+                log.warning("%s", warning)
+            self.slices.chmod(0o711)
+            for left in self.slices.glob(".*-*"):
+                _discard(left)
+
+    def write(self, item: Slice, inventory: Inventory) -> None:
+        """Make or update the slice's directory; idempotent. ``NotFound`` and ``HostFailure`` as :func:`write_slice`."""
+        placed = _placed(item, inventory)
+        home = self.slices / item.name
+        with _translated(f"slice {item.name!r}: cannot write {home}", self._tmpfs_bytes):
+            if _serves(home / "guest", placed):
+                _update(home / "guest", item, placed, inventory, self._sysfs_root)
+                self._own(home, item.owner_uid)
+                return
+            fresh = self.slices / f".new-{item.name}"
+            _discard(fresh)
+            try:
+                fresh.mkdir()
+                _make(fresh / "guest", item, placed, inventory, self._sysfs_root)
+                self._own(fresh, item.owner_uid)
+                _replace(fresh, home)
+            except BaseException:
+                _discard(fresh)
+                raise
+            self._damaged.pop(item.name, None)
+
+    def remove(self, name: SliceName) -> None:
+        """The slice's directory is gone afterwards; containers that have it mounted keep their inodes."""
+        home, old = self.slices / name, self.slices / f".old-{name}"
+        with _translated(f"slice {name!r}: cannot remove {home}"):
+            _discard(old)
+            with suppress(FileNotFoundError):
+                home.rename(old)
+            _discard(old)
+        self._damaged.pop(name, None)
+
+    def names(self) -> frozenset[SliceName]:
+        if not self.slices.is_dir():
+            return frozenset()
+        return frozenset(SliceName(p.name) for p in self.slices.iterdir() if not p.name.startswith(".") and p.is_dir())
+
+    def usage(self, name: SliceName) -> Usage:
+        """A picture of the ledger. A file that was cut short, grown or overwritten is mended here and now, and the
+        slice stays ``damaged`` for as long as its directory lives: what was lost from it cannot come back.
+        """
+        guest = self.slices / name / "guest"
+        policy = _read_policy(guest)
+        if policy is None:
+            if not guest.is_dir():
+                raise NotFound(f"slice {name!r} has no directory under {self.slices}")
+            return Usage(name, damaged="the policy file is missing or not of this version: write the slice anew")
+        with _translated(f"slice {name!r}: cannot read its ledger"), _opened(guest / "ledger", os.O_RDWR) as fd:
+            raw = self._read_whole(fd, name, policy)
+        usage = _read_usage(name, raw, policy, self._damaged.get(name))
+        if usage.damaged is not None:
+            self._flag(name, usage.damaged)
+        return usage
+
+    def reclaim(self, name: SliceName) -> int:
+        """Return the charges of dead processes to the slice; the bytes returned (0 where /proc hides processes)."""
+        guest = self.slices / name / "guest"
+        policy = _read_policy(guest)
+        if policy is None:
+            return 0
+        given = 0
+        with _translated(f"slice {name!r}: cannot open its ledger"), _opened(guest / "ledger", os.O_RDWR) as fd:
+            words = memoryview(self._read_whole(fd, name, policy)).cast("Q")
+            # The ledger is read before /proc: who has a slot in the picture was there before we looked for the living.
+            owned = [slot for slot, _ in _slots(words, len(policy.gpus))]
+            if not owned:
+                return 0
+            living = read_processes(self._proc)
+            dead = [s for s in owned if living.gone(s.pid, s.pid_namespace, s.start_ticks, s.reclaiming)]
+            if not dead:
+                return 0
+            with mmap.mmap(fd, len(words) * _WORD) as mapped, memoryview(mapped) as view:
+                base = ffi.from_buffer(view)
+                for slot in dead:
+                    given += self._clear(base, slot, policy, living.own_namespace, name)
+                del base
+        return _bounded(given)
+
+    def _clear(self, base: Any, slot: _SlotView, policy: _Policy, namespace: int, name: SliceName) -> int:
+        count = len(policy.gpus)
+        result = int(lib.avg_reclaim_guarded(base, count, slot.index, slot.owner, namespace, os.getpid()))
+        if result < 0:
+            self._flag(name, "the ledger was cut short while dead processes were cleared from it")
+            return 0
+        given = min(result, sum(g.bound_bytes for g in policy.gpus))
+        if given:
+            log.info("%s: %d bytes of dead process %d came back to the slice", name, given, slot.pid)
+        return given
+
+    def _read_whole(self, fd: int, name: SliceName, policy: _Policy) -> bytes:
+        """The ledger at its right size, mended first if it needs it."""
+        count = len(policy.gpus)
+        size, wanted = os.fstat(fd).st_size, int(lib.avg_ledger_bytes(count))
+        raw = os.pread(fd, wanted, 0)
+        found = None
+        if size != wanted:
+            found = f"the ledger was {'grown' if size > wanted else 'cut short'} to {size} bytes instead of {wanted}"
+        elif not raw.startswith(_ledger_head(count, policy.slice_key)):
+            found = "the head of the ledger was overwritten"
+        if found is not None:
+            self._flag(name, found)
+            _restore_ledger(fd, count, policy.slice_key)
+            raw = os.pread(fd, wanted, 0)
+        return raw.ljust(wanted, b"\0")  # cut short again under our hands: what is not there counts as nothing
+
+    def _flag(self, name: SliceName, what: str) -> None:
+        if name not in self._damaged:
+            log.warning("%s: %s; it is mended, but its figures are not to be believed", name, what)
+            self._damaged[name] = what
+
+    def _own(self, home: Path, owner_uid: int) -> None:
+        """0700 for the owner, whose rootless runtime must pass through to bind the files. The owner could put another
+        directory in its place for its own containers; it could start them without a slice just as well."""
+        home.chmod(0o700)
+        if os.geteuid() == 0:
+            os.chown(home, owner_uid, -1)
+
+    def _mount(self) -> str | None:
+        """Why ``slices`` is not on its own tmpfs of the wanted size, or None."""
+        mounted = self.slices.is_mount()
+        if mounted:
+            there = os.statvfs(self.slices)
+            if there.f_blocks * there.f_frsize == self._tmpfs_bytes:
+                return None
+        libc = ctypes.CDLL(None, use_errno=True)
+        flags = _MS_NOSUID_NODEV_NOEXEC | (_MS_REMOUNT if mounted else 0)
+        options = f"size={self._tmpfs_bytes},mode=0711".encode()
+        if libc.mount(b"amdvgpud", os.fsencode(self.slices), b"tmpfs", flags, options) == 0:
+            return None
+        return os.strerror(ctypes.get_errno())
+
+
+# ------------------------------------------------------------------------------------------------------ small files
+
+
+def _bytes_of(words: Sequence[int]) -> bytes:
+    return b"".join(word.to_bytes(_WORD, "little") for word in words)
+
+
+@contextmanager
+def _translated(what: str, tmpfs_bytes: int | None = None) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT) and tmpfs_bytes is not None
+        hint = f"; its tmpfs of {tmpfs_bytes} bytes is full: delete slices or raise its size" if full else ""
+        raise HostFailure(f"{what}: {error}{hint}") from error
+
+
+@contextmanager
+def _opened(path: Path, flags: int) -> Iterator[int]:
+    """Neither follows a link nor waits at a FIFO: what lies here may have been put there by somebody else."""
+    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
+        yield fd
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def _opened_to_write(path: Path) -> Iterator[int]:
+    """A file of ours that is 0444. Root opens it all the same; anybody else has to lift the mode for the moment."""
+    if os.geteuid() == 0:
+        with _opened(path, os.O_RDWR) as fd:
+            yield fd
+        return
+    path.chmod(0o644)
+    try:
+        with _opened(path, os.O_RDWR) as fd:
+            yield fd
+    finally:
+        path.chmod(0o444)
+
+
+def _create(path: Path, mode: int, content: bytes | memoryview) -> None:
+    with _opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL) as fd:
+        os.fchmod(fd, mode)  # whatever the umask
+        os.write(fd, content)
+
+
+def _read_small(path: Path) -> bytes:
+    """The file's content, or nothing where it is not a small regular file."""
+    try:
+        with _opened(path, os.O_RDONLY) as fd:
+            return os.pread(fd, _ROOM * 4, 0)
+    except OSError:
+        return b""
+
+
+def _mode(path: Path) -> int:
+    try:
+        return path.lstat().st_mode
+    except OSError:
+        return 0
+
+
+def _replace(fresh: Path, target: Path) -> None:
+    """``fresh`` becomes ``target``; an older one is moved aside first (no rename goes over a full directory)."""
+    old = target.with_name(f".old-{target.name}")
+    _discard(old)
+    with suppress(FileNotFoundError):
+        target.rename(old)
+    fresh.rename(target)
+    _discard(old)
+
+
+def _discard(path: Path) -> None:
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)
