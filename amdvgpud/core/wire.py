@@ -7,15 +7,13 @@ always bytes. Adding a field is compatible; renaming or removing one needs /v2.
 
 from __future__ import annotations
 
-import re
-from decimal import Decimal
-from typing import Annotated, Final, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from amdvgpud.core.errors import Invalid
-from amdvgpud.core.model import Compute, ComputePolicy, Request, Spread, slice_name
+from amdvgpud.core.compute import parse_compute
+from amdvgpud.core.model import Request, Spread, slice_name
 from amdvgpud.core.sizes import parse_size
 
 # The bounds below are for the OpenAPI document only: parse_size and parse_compute check, with better sentences.
@@ -79,37 +77,6 @@ class GpuPatch(Struct, forbid_unknown_fields=True, kw_only=True):
     oversubscription: Annotated[float, Meta(ge=1, le=16)] | UnsetType = UNSET
 
 
-_COMPUTE: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)(%?)", re.ASCII)
-
-
-def parse_compute(text: str, policy: Policy = "balanced", pointer: str = "/compute") -> Compute:
-    """``25%``, ``38`` (CUs) or ``whole`` as a Compute; ``Invalid`` names ``pointer``, the text and the grammar.
-
-    The policy ``whole`` goes with the texts ``whole`` and ``100%`` (the default), and the text ``whole`` with any.
-    """
-    if text == "whole" or (policy == "whole" and text == "100%"):
-        return Compute(ComputePolicy.WHOLE)
-    if policy == "whole":
-        raise Invalid.field(pointer, f"{text!r} contradicts the policy 'whole', which takes all compute units")
-    match = _COMPUTE.fullmatch(text)
-    if match is None:
-        raise Invalid.field(pointer, f"{text!r} is no amount of compute: write '25%', '38' (CUs) or 'whole'")
-    if match[2]:
-        return Compute(ComputePolicy(policy), percent=float(match[1]))
-    if "." in match[1]:
-        raise Invalid.field(pointer, f"{text!r} is no whole number of CUs; for per cent write '{text}%'")
-    if len(match[1]) > 4:
-        raise Invalid.field(pointer, f"{text!r} CUs is out of range: 1 to 1024")
-    return Compute(ComputePolicy(policy), cu_count=int(match[1]))
-
-
-def format_compute(compute: Compute) -> str:
-    """The text that :func:`parse_compute` reads back as ``compute`` (its policy goes beside it)."""
-    if compute.percent is not None:
-        return f"{Decimal(repr(compute.percent)):f}".removesuffix(".0") + "%"
-    return "whole" if compute.cu_count is None else str(compute.cu_count)
-
-
 def request_of(name: str, spec: SliceSpec, pointer: str = "name") -> Request:
     """``spec`` under ``name`` as a Request. ``Invalid`` names the field; ``pointer`` is what the name is called."""
     return Request(
@@ -151,6 +118,10 @@ class PartitionView(Struct, kw_only=True):
     harvest_known: bool
     numa_node: int | None
     links: list[LinkView]
+    engines_per_xcc: int = 0
+    arrays_per_engine: int = 0
+    active: list[int] = msgspec.field(default_factory=list)
+    """Active CUs of each shader array, as CuLayout has them; with them a client can draw where a CuSet lies."""
 
 
 class GpuView(Struct, kw_only=True):
@@ -245,6 +216,8 @@ class LeaseView(Struct, kw_only=True):
     """Where on this machine the slice's files lie (`…/guest` is what a container sees)."""
     environment: dict[str, str]
     """What a process in the slice should find in its environment."""
+    preload: list[str] = msgspec.field(default_factory=list)
+    """Libraries to load into it, in this order, as paths on this machine; empty: the gate where it is installed."""
 
 
 class LeaseList(Struct, kw_only=True):
