@@ -1,0 +1,633 @@
+"""The CDI file: format, rules of its readers, rendering, and how it gets to the disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from amdvgpud.core.cumask import layout_hash
+from amdvgpud.core.errors import Invalid
+from amdvgpud.core.model import (
+    Compute,
+    ComputePolicy,
+    CuLayout,
+    CuSet,
+    Gpu,
+    GpuId,
+    Inventory,
+    Partition,
+    PartitionId,
+    Request,
+    Share,
+    Slice,
+    slice_name,
+)
+from amdvgpud.core.render import slice_environment
+from amdvgpud.host.cdi import (
+    CdiFile,
+    Device,
+    DeviceNode,
+    Edits,
+    Hook,
+    Mount,
+    SimulatedDevices,
+    Spec,
+    format_spec,
+    minimum_version,
+    parse_spec,
+)
+from amdvgpud.node import CdiStatus
+
+GIB = 2**30
+LAYOUT = CuLayout(1, 4, 2, (8,) * 8, wgp=True)
+
+
+def a_gpu(index: int) -> Gpu:
+    gpu = GpuId(f"GPU-{0xA0 + index:016x}")
+    partition = Partition(
+        PartitionId(f"{gpu}/0"),
+        gpu,
+        0,
+        index + 1,
+        40000 + index,
+        128 + index,
+        16 * GIB,
+        LAYOUT,
+        "gfx1201",
+        0xA0 + index,
+    )
+    return Gpu(
+        gpu,
+        index,
+        f"0000:{index + 3:02x}:00.0",
+        0xA0 + index,
+        None,
+        0x7550,
+        0xC0,
+        "",
+        "gfx1201",
+        16 * GIB,
+        (partition,),
+    )
+
+
+INVENTORY = Inventory((a_gpu(0), a_gpu(1)))
+
+
+def a_slice(name: str, *gpus: int, cus: CuSet | None = CuSet(tuple(range(16)))) -> Slice:  # noqa: B008 - frozen
+    policy = Compute(ComputePolicy.EXACT, cu_count=len(cus)) if cus else Compute(ComputePolicy.WHOLE)
+    granted = len(cus) if cus else LAYOUT.cu_count
+    shares = tuple(
+        Share(INVENTORY.gpus[i].partitions[0].id, 4 * GIB, cus, False, granted, granted, granted, layout_hash(LAYOUT))
+        for i in gpus
+    )
+    return Slice(slice_name(name), Request(slice_name(name), policy, 4 * GIB, len(gpus)), shares, 0.0, 1)
+
+
+@pytest.fixture
+def there(tmp_path: Path) -> CdiFile:
+    """A CdiFile whose directories are all under ``tmp_path``."""
+    return CdiFile(
+        tmp_path / "cdi",
+        run_dir=tmp_path / "run",
+        library=Path("/usr/lib/amdvgpu/libamdvgpu.so"),
+        standard_dirs=(tmp_path / "etc", tmp_path / "cdi"),
+    )
+
+
+@pytest.fixture
+def narrow_umask() -> Iterator[None]:
+    before = os.umask(0o077)
+    yield
+    os.umask(before)
+
+
+# ------------------------------------------------------------------------------------------- format and its readers
+
+A_NODE = DeviceNode("/dev/dri/renderD128", permissions="rw")
+AN_EDIT = Edits(env=("A=1",))
+
+
+@pytest.mark.parametrize(
+    ("needed", "kind", "device", "edits"),
+    [
+        ("0.3.0", "a-vendor.io/slice", Device("s", AN_EDIT), Edits()),
+        ("0.3.0", "vendor/slice", Device("a:b", Edits(device_nodes=(A_NODE,))), Edits()),
+        ("0.4.0", "vendor/slice", Device("s", AN_EDIT), Edits(mounts=(Mount("/a", "/b", type="bind"),))),
+        ("0.5.0", "vendor/slice", Device("0", AN_EDIT), Edits()),
+        ("0.5.0", "vendor/slice", Device("s", AN_EDIT), Edits(device_nodes=(DeviceNode("/dev/kfd", "/x/kfd"),))),
+        ("0.6.0", "vendor/sl.ice", Device("s", AN_EDIT), Edits()),
+        ("0.6.0", "vendor/slice", Device("s", AN_EDIT, (("a.io/b", "c"),)), Edits()),
+        ("0.7.0", "vendor/slice", Device("0", Edits(additional_gids=(44,)), (("b", "c"),)), Edits()),
+    ],
+)
+def test_the_lowest_version_that_covers_the_fields_in_use_is_declared_and_a_lower_one_refused(
+    needed: str, kind: str, device: Device, edits: Edits
+) -> None:
+    assert minimum_version(kind, [device], edits) == needed
+    assert Spec(needed, kind, (device,), edits).version == needed
+    if needed != "0.3.0":
+        with pytest.raises(Invalid, match=f"'0.3.0' is too low for the fields in use, which need '{needed}'"):
+            Spec("0.3.0", kind, (device,), edits)
+
+
+GOOD = {
+    "cdiVersion": "0.5.0",
+    "kind": "amdvgpu.io/slice",
+    "containerEdits": {"deviceNodes": [{"path": "/dev/kfd", "permissions": "rw"}]},
+    "devices": [
+        {
+            "name": "alice",
+            "containerEdits": {
+                "env": ["A=1"],
+                "mounts": [{"hostPath": "/a", "containerPath": "/b", "options": ["ro"]}],
+                "hooks": [{"hookName": "createRuntime", "path": "/bin/true", "timeout": 0}],
+            },
+        }
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "pointer", "says"),
+    [
+        ("cdiVersion", 0.5, "/cdiVersion", "0.5 is no text"),
+        ("cdiVersion", "0.9.0", "/cdiVersion", "no CDI version that is known"),
+        ("cdiVersion", "v0.5.0", "/cdiVersion", "no CDI version that is known"),
+        ("kind", "slice", "/kind", "it reads vendor/class"),
+        ("kind", "amdvgpu.io/s", "/kind", "a class of one letter"),
+        ("kind", "a/slice", "/kind", "a vendor of one letter"),
+        ("kind", "amdvgpu.io/2lice", "/kind", "is no class of a kind"),
+        ("kind", "amdvgpu.io/slice/x", "/kind", "is no class of a kind"),
+        ("kind", "/slice", "/kind", "'' is no vendor of a kind"),
+        ("devices", [], "/devices", "a file without a device"),
+        ("devices", None, "/devices", "None is no list"),
+        ("devices/1", {"name": "alice", "containerEdits": {"env": ["A=1"]}}, "/devices/1/name", "occurs twice"),
+        ("devices/0/containerEdits", {}, "/devices/0/containerEdits", "would change nothing"),
+        ("devices/0/name", "", "/devices/0/name", "is no device name"),
+        ("devices/0/name", "alice-", "/devices/0/name", "is no device name"),
+        ("devices/0/name", "a/b", "/devices/0/name", "is no device name"),
+        ("devices/0/name", "ä", "/devices/0/name", "is no device name"),
+        ("devices/0/name", 7, "/devices/0/name", "7 is no text"),
+        ("devices/0/nmae", "x", "/devices/0/nmae", "no key that may stand here"),
+        ("devices/0/containerEdits/env/0", "A", "/devices/0/containerEdits/env/0", "NAME=value"),
+        ("devices/0/containerEdits/env/0", "=1", "/devices/0/containerEdits/env/0", "NAME=value"),
+        ("devices/0/containerEdits/env", "A=1", "/devices/0/containerEdits/env", "is no list"),
+        ("devices/0/containerEdits/mounts/0/hostPath", "", "/devices/0/containerEdits/mounts/0/hostPath", "is no path"),
+        (
+            "devices/0/containerEdits/mounts/0/containerPath",
+            "",
+            "/devices/0/containerEdits/mounts/0/containerPath",
+            "is no path",
+        ),
+        (
+            "devices/0/containerEdits/hooks/0/hookName",
+            "poststart ",
+            "/devices/0/containerEdits/hooks/0/hookName",
+            "is not one of prestart",
+        ),
+        ("devices/0/containerEdits/hooks/0/path", "", "/devices/0/containerEdits/hooks/0/path", "is no path"),
+        (
+            "devices/0/containerEdits/hooks/0/env",
+            ["X"],
+            "/devices/0/containerEdits/hooks/0/env/0",
+            "NAME=value",
+        ),
+        ("containerEdits", [], "/containerEdits", "is no object"),
+        ("containerEdits/netDevices", [], "/containerEdits/netDevices", "no key that may stand here"),
+        ("containerEdits/deviceNodes/0/path", "", "/containerEdits/deviceNodes/0/path", "is no path"),
+        ("containerEdits/deviceNodes/0/type", "x", "/containerEdits/deviceNodes/0/type", "one of b c u p"),
+        ("containerEdits/deviceNodes/0/permissions", "rx", "/containerEdits/deviceNodes/0/permissions", "'rwm' only"),
+        ("containerEdits/deviceNodes/0/fileMode", -1, "/containerEdits/deviceNodes/0/fileMode", "32 bits"),
+        ("containerEdits/deviceNodes/0/gid", True, "/containerEdits/deviceNodes/0/gid", "True is no whole number"),
+        ("containerEdits/deviceNodes/0/uid", "0", "/containerEdits/deviceNodes/0/uid", "is no whole number"),
+        ("annotations", {"a b": "c"}, "/annotations", "no annotation key"),
+        ("annotations", {"a": 1}, "/annotations/a", "1 is no text"),
+        ("annotations", {"a": "x" * 300_000}, "/annotations", "more than the 262144 allowed"),
+    ],
+)
+def test_what_a_reader_would_refuse_is_refused_with_its_place_and_reason(
+    at: str, value: object, pointer: str, says: str
+) -> None:
+    parse_spec(json.dumps(GOOD))  # the document is good but for the one change
+    document = json.loads(json.dumps(GOOD))
+    *path, last = at.split("/")
+    parent = document
+    for step in path:
+        parent = parent[int(step)] if isinstance(parent, list) else parent[step]
+    if isinstance(parent, list):
+        parent[int(last) : int(last) + 1] = [value]
+    else:
+        parent[last] = value
+    with pytest.raises(Invalid) as refused:
+        parse_spec(json.dumps(document))
+    assert refused.value.fields[0].pointer == pointer
+    assert says in refused.value.detail
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "null", '{"cdiVersion": NaN}', '{"kind": "a", "kind": "b"}', "[" * 100_000, '{"kind": "\\ud800"}'],
+)
+def test_what_is_no_json_object_is_an_error_and_nothing_worse(text: str) -> None:
+    with pytest.raises(Invalid):
+        parse_spec(text)
+
+
+def test_a_file_that_is_no_utf8_is_an_error_and_nothing_worse() -> None:
+    with pytest.raises(Invalid, match="is not JSON in UTF-8"):
+        parse_spec(b'{"kind": "\xff"}')
+
+
+_texts = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=8)
+_variables = st.builds(lambda k, v: f"{k.replace('=', '_')}={v}", _texts, _texts)
+_small = st.integers(0, 2**32 - 1)
+_tuples_of_texts = st.lists(_texts, max_size=2).map(tuple)
+_nodes = st.builds(
+    DeviceNode,
+    path=_texts,
+    host_path=st.none() | _texts,
+    type=st.sampled_from((None, "b", "c", "u", "p")),
+    major=st.none() | _small,
+    minor=st.none() | _small,
+    file_mode=st.none() | _small,
+    permissions=st.sampled_from((None, "r", "rw", "rwm")),
+    uid=st.none() | _small,
+    gid=st.none() | _small,
+)
+_hooks = st.builds(
+    Hook,
+    hook_name=st.sampled_from(Hook._NAMES),
+    path=_texts,
+    args=_tuples_of_texts,
+    env=st.lists(_variables, max_size=2).map(tuple),
+    timeout=st.none() | st.integers(0, 60),
+)
+_mounts = st.builds(Mount, host_path=_texts, container_path=_texts, options=_tuples_of_texts, type=st.none() | _texts)
+_edits = st.builds(
+    Edits,
+    env=st.lists(_variables, max_size=2).map(tuple),
+    device_nodes=st.lists(_nodes, max_size=2).map(tuple),
+    mounts=st.lists(_mounts, max_size=2).map(tuple),
+    hooks=st.lists(_hooks, max_size=1).map(tuple),
+    additional_gids=st.lists(_small, max_size=2).map(tuple),
+)
+_annotations = st.dictionaries(st.sampled_from(("a", "a.io/b")), _texts, max_size=2).map(lambda d: tuple(d.items()))
+_devices = st.builds(
+    Device,
+    name=st.from_regex(r"\A[a-zA-Z0-9]([a-z0-9_.:-]{0,6}[a-z0-9])?\Z"),
+    edits=_edits.filter(bool),
+    annotations=_annotations,
+)
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> Spec:
+    kind = draw(st.sampled_from(("amdvgpu.io/slice", "vendor/sl.ice")))
+    devices = tuple(draw(st.lists(_devices, min_size=1, max_size=3, unique_by=lambda d: d.name)))
+    edits, annotations = draw(_edits), draw(_annotations)
+    return Spec(minimum_version(kind, devices, edits, annotations), kind, devices, edits, annotations)
+
+
+@given(specs())
+def test_what_is_written_is_read_back_the_same(spec: Spec) -> None:
+    assert parse_spec(format_spec(spec)) == spec
+
+
+# -------------------------------------------------------------------------------------------------------- rendering
+
+
+def edits_of(document: dict[str, object], name: str) -> Edits:
+    spec = parse_spec(json.dumps(document))
+    return next(d.edits for d in spec.devices if d.name == name)
+
+
+def test_a_slice_gets_its_render_node_its_guest_directory_its_ledger_and_the_memory_bank_overlay(
+    there: CdiFile, tmp_path: Path
+) -> None:
+    item = a_slice("alice", 1)
+    guest = f"{tmp_path}/run/slices/alice/guest"
+    assert edits_of(there.render([item], INVENTORY), "alice") == Edits(
+        env=tuple(f"{k}={v}" for k, v in slice_environment(item, INVENTORY).items()),
+        device_nodes=(DeviceNode("/dev/dri/renderD129", file_mode=0o666, permissions="rw"),),
+        mounts=(
+            Mount(guest, "/run/amdvgpu/alice", ("ro", "nosuid", "nodev", "noexec", "bind")),
+            Mount(f"{guest}/ledger", "/run/amdvgpu/alice/ledger", ("rw", "nosuid", "nodev", "noexec", "bind")),
+            Mount(
+                f"{guest}/mem_banks-40001",
+                "/sys/devices/virtual/kfd/kfd/topology/nodes/2/mem_banks/0/properties",
+                ("ro", "bind"),
+            ),
+        ),
+    )
+
+
+def test_the_file_gives_every_container_the_kfd_the_gate_and_the_preload_list(there: CdiFile, tmp_path: Path) -> None:
+    spec = parse_spec(json.dumps(there.render([a_slice("alice", 0)], INVENTORY)))
+    assert (spec.version, spec.kind) == ("0.3.0", "amdvgpu.io/slice")
+    assert spec.edits == Edits(
+        device_nodes=(DeviceNode("/dev/kfd", file_mode=0o666, permissions="rw"),),
+        mounts=(
+            Mount(
+                "/usr/lib/amdvgpu/libamdvgpu.so", "/usr/lib/amdvgpu/libamdvgpu.so", ("ro", "nosuid", "nodev", "bind")
+            ),
+            Mount(f"{tmp_path}/run/ld.so.preload", "/etc/ld.so.preload", ("ro", "nosuid", "nodev", "bind")),
+        ),
+    )
+
+
+def test_a_slice_over_two_gpus_has_both_nodes_and_both_overlays_each_path_once(there: CdiFile) -> None:
+    edits = edits_of(there.render([a_slice("pair", 0, 1)], INVENTORY), "pair")
+    assert [n.path for n in edits.device_nodes] == ["/dev/dri/renderD128", "/dev/dri/renderD129"]
+    assert [m.container_path for m in edits.mounts] == [
+        "/run/amdvgpu/pair",
+        "/run/amdvgpu/pair/ledger",
+        "/sys/devices/virtual/kfd/kfd/topology/nodes/1/mem_banks/0/properties",
+        "/sys/devices/virtual/kfd/kfd/topology/nodes/2/mem_banks/0/properties",
+    ]
+
+
+def test_a_whole_gpu_without_a_mask_is_watched_like_any_other(there: CdiFile) -> None:
+    whole, part = a_slice("whole", 0, cus=None), a_slice("whole", 0)
+    document, other = (edits_of(there.render([s], INVENTORY), "whole") for s in (whole, part))
+    assert (document.mounts, document.device_nodes) == (other.mounts, other.device_nodes)
+
+
+def test_a_name_that_begins_with_a_digit_raises_the_version_no_further_than_it_must(there: CdiFile) -> None:
+    assert there.render([a_slice("0-1", 0)], INVENTORY)["cdiVersion"] == "0.5.0"
+
+
+def test_device_nodes_of_another_root_are_named_by_their_host_path(tmp_path: Path) -> None:
+    there = CdiFile(tmp_path, run_dir=tmp_path, library=tmp_path / "gate", sysfs_root=Path("/other"))
+    document = there.render([a_slice("alice", 0)], INVENTORY)
+    assert document["cdiVersion"] == "0.5.0"
+    node = edits_of(document, "alice").device_nodes[0]
+    assert (node.path, node.host_path) == ("/dev/dri/renderD128", "/other/dev/dri/renderD128")
+
+
+def test_the_card_node_comes_along_only_when_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "sys/class/drm/renderD128/device/drm/card7").mkdir(parents=True)
+    (tmp_path / "sys/class/drm/renderD128/device/drm/renderD128").mkdir()
+
+    def nodes(card_nodes: bool) -> list[str]:
+        there = CdiFile(
+            tmp_path, run_dir=tmp_path, library=tmp_path / "gate", sysfs_root=tmp_path, card_nodes=card_nodes
+        )
+        return [n.path for n in edits_of(there.render([a_slice("a1", 0)], INVENTORY), "a1").device_nodes]
+
+    assert nodes(False) == ["/dev/dri/renderD128"]
+    assert nodes(True) == ["/dev/dri/renderD128", "/dev/dri/card7"]
+
+
+def test_a_simulated_node_mounts_plain_files_and_nothing_under_sys(tmp_path: Path) -> None:
+    there = CdiFile(
+        tmp_path / "cdi",
+        run_dir=tmp_path,
+        library=Path("/lib/gate.so"),
+        simulated=SimulatedDevices(Path("/sim"), Path("/lib/softkfd.so")),
+    )
+    document = there.render([a_slice("alice", 1)], INVENTORY)
+    spec = parse_spec(json.dumps(document))
+    everything = [spec.edits, *(d.edits for d in spec.devices)]
+    assert [n for e in everything for n in e.device_nodes] == []
+    assert [(m.host_path, m.container_path) for e in everything for m in e.mounts] == [
+        ("/lib/gate.so", "/usr/lib/amdvgpu/libamdvgpu.so"),
+        (f"{tmp_path}/ld.so.preload", "/etc/ld.so.preload"),
+        ("/lib/softkfd.so", "/usr/lib/amdvgpu/libsoftkfd.so"),
+        ("/sim", "/run/softkfd"),
+        ("/sim/dev/kfd", "/dev/kfd"),
+        (f"{tmp_path}/slices/alice/guest", "/run/amdvgpu/alice"),
+        (f"{tmp_path}/slices/alice/guest/ledger", "/run/amdvgpu/alice/ledger"),
+        ("/sim/dev/dri/renderD129", "/dev/dri/renderD129"),
+    ]
+    there.publish([a_slice("alice", 1)], INVENTORY)
+    assert (
+        tmp_path / "ld.so.preload"
+    ).read_text() == "/usr/lib/amdvgpu/libamdvgpu.so\n/usr/lib/amdvgpu/libsoftkfd.so\n"
+
+
+@pytest.mark.parametrize("change", ["gone", "another layout"])
+def test_a_lost_slice_has_no_device(there: CdiFile, change: str) -> None:
+    first, second = INVENTORY.gpus
+    if change == "gone":
+        now = Inventory((first,))
+    else:
+        other = replace(second.partitions[0], layout=CuLayout(1, 4, 2, (8,) * 7 + (6,), wgp=True))
+        now = Inventory((first, replace(second, partitions=(other,))))
+    document = there.render([a_slice("kept", 0), a_slice("lost", 1), a_slice("half", 0, 1)], now)
+    assert [d.name for d in parse_spec(json.dumps(document)).devices] == ["kept"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("amd.com/slice", "docker 29.3 and later take any file of vendor 'amd.com' for AMD's own toolkit"),
+        ("x/slice", "a vendor of one letter"),
+        ("amdvgpu.io/s", "a class of one letter"),
+        ("amdvgpu.io/gpu.slice", "needs CDI 0.6.0"),
+        ("amdvgpu.io", "it reads vendor/class"),
+    ],
+)
+def test_a_kind_that_harms_is_refused_at_the_start(tmp_path: Path, kind: str, says: str) -> None:
+    with pytest.raises(Invalid, match=says):
+        CdiFile(tmp_path, run_dir=tmp_path, library=tmp_path, kind=kind)
+
+
+@pytest.mark.parametrize("limit", ["0.3.0", "0.4.0", "0.9.0", "newest"])
+def test_a_version_limit_that_slices_cannot_keep_is_an_error_at_the_start(tmp_path: Path, limit: str) -> None:
+    with pytest.raises(Invalid, match=limit):
+        CdiFile(tmp_path, run_dir=tmp_path, library=tmp_path, version_limit=limit)
+
+
+def test_a_version_limit_with_room_changes_nothing(tmp_path: Path) -> None:
+    there = CdiFile(tmp_path, run_dir=tmp_path, library=tmp_path, version_limit="1.0.0")
+    assert there.render([a_slice("alice", 0)], INVENTORY)["cdiVersion"] == "0.3.0"
+
+
+# --------------------------------------------------------------------------------------------------------- the file
+
+
+@pytest.mark.usefixtures("narrow_umask")
+def test_modes_do_not_depend_on_the_umask(there: CdiFile, tmp_path: Path) -> None:
+    there.publish([a_slice("alice", 0)], INVENTORY)
+
+    def mode(name: str) -> int:
+        return stat.S_IMODE((tmp_path / name).stat().st_mode)
+
+    modes = {name: mode(name) for name in ("cdi", "cdi/amdvgpu.io-slice.json", "run/ld.so.preload")}
+    assert modes == {"cdi": 0o755, "cdi/amdvgpu.io-slice.json": 0o644, "run/ld.so.preload": 0o644}
+
+
+def test_the_file_reads_as_what_was_rendered_and_leaves_nothing_beside_it(there: CdiFile, tmp_path: Path) -> None:
+    items = [a_slice("bob", 1), a_slice("alice", 0)]
+    status = there.publish(items, INVENTORY)
+    assert status == CdiStatus(f"{tmp_path}/cdi/amdvgpu.io-slice.json", written=True, error=None, conflicts=())
+    assert there.status() == status
+    assert json.loads(there.path.read_text()) == there.render(items, INVENTORY)
+    assert [d.name for d in parse_spec(there.path.read_text()).devices] == ["alice", "bob"]
+    assert [p.name for p in there.path.parent.iterdir()] == ["amdvgpu.io-slice.json"]
+    assert (tmp_path / "run/ld.so.preload").read_text() == "/usr/lib/amdvgpu/libamdvgpu.so\n"
+
+
+def test_the_same_slices_again_do_not_touch_the_file(there: CdiFile) -> None:
+    there.publish([a_slice("alice", 0), a_slice("bob", 1)], INVENTORY)
+    before = there.path.stat()
+    there.publish([a_slice("bob", 1), a_slice("alice", 0)], INVENTORY)
+    assert (there.path.stat().st_ino, there.path.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+
+
+def test_a_changed_file_is_another_inode_so_that_a_reader_keeps_the_whole_old_one(there: CdiFile) -> None:
+    there.publish([a_slice("alice", 0)], INVENTORY)
+    with there.path.open() as reader:
+        there.publish([a_slice("alice", 0), a_slice("bob", 1)], INVENTORY)
+        assert [d.name for d in parse_spec(reader.read()).devices] == ["alice"]
+    assert [d.name for d in parse_spec(there.path.read_text()).devices] == ["alice", "bob"]
+
+
+def test_a_file_somebody_has_changed_or_closed_is_put_right(there: CdiFile) -> None:
+    there.publish([a_slice("alice", 0)], INVENTORY)
+    good = there.path.read_bytes()
+    there.path.chmod(0o600)
+    there.publish([a_slice("alice", 0)], INVENTORY)
+    assert stat.S_IMODE(there.path.stat().st_mode) == 0o644
+    there.path.write_bytes(good[:100])
+    there.publish([a_slice("alice", 0)], INVENTORY)
+    assert there.path.read_bytes() == good
+
+
+def test_without_a_slice_there_is_no_file(there: CdiFile) -> None:
+    there.publish([a_slice("alice", 0)], INVENTORY)
+    assert there.publish([], INVENTORY) == CdiStatus(str(there.path), written=False, error=None, conflicts=())
+    assert not there.path.exists()
+    assert there.publish([], INVENTORY).error is None  # twice is once
+
+
+def test_an_invalid_document_leaves_the_previous_file_and_says_why(
+    there: CdiFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there.publish([a_slice("alice", 0)], INVENTORY)
+    before = there.path.read_bytes()
+    monkeypatch.setattr("amdvgpud.host.cdi.slice_environment", lambda item, inventory: {"": "no name"})
+    status = there.publish([a_slice("alice", 0), a_slice("bob", 1)], INVENTORY)
+    assert there.path.read_bytes() == before
+    assert status.written is False
+    assert status.error is not None
+    assert "'=no name' is no variable" in status.error
+
+
+def test_a_variable_of_one_device_twice_is_not_written(there: CdiFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    twice = a_slice("alice", 0)
+    monkeypatch.setattr("amdvgpud.host.cdi._live_partitions", lambda item, inventory: inventory.partitions[:1] * 2)
+    status = there.publish([twice], INVENTORY)
+    assert status.error is not None
+    assert "sets /dev/dri/renderD128, /sys/devices/virtual" in status.error
+    assert not there.path.exists()
+
+
+def test_a_write_that_fails_leaves_the_previous_file_and_no_rubbish(
+    there: CdiFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there.publish([a_slice("alice", 0)], INVENTORY)
+    before = there.path.read_bytes()
+
+    def full(fd: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    status = there.publish([a_slice("bob", 1)], INVENTORY)
+    assert status.error is not None
+    assert "No space left on device" in status.error
+    assert there.path.read_bytes() == before
+    assert [p.name for p in there.path.parent.iterdir()] == ["amdvgpu.io-slice.json"]
+
+
+def test_a_residue_of_a_power_cut_is_no_spec_for_any_reader(there: CdiFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+    rename = Path.rename
+
+    def watch(self: Path, target: Path) -> Path:
+        names.append(self.name)
+        assert self.parent == target.parent
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", watch)
+    there.publish([a_slice("alice", 0)], INVENTORY)
+    assert [n.endswith(".tmp") for n in names] == [True, True]
+
+
+# -------------------------------------------------------------------------------------------------------- conflicts
+
+
+def foreign(names: list[str], kind: str = "amdvgpu.io/slice") -> str:
+    return json.dumps({"cdiVersion": "0.3.0", "kind": kind, "devices": [{"name": n} for n in names]})
+
+
+def test_the_same_name_in_another_standard_directory_is_reported(there: CdiFile, tmp_path: Path) -> None:
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "etc/old.json").write_text(foreign(["alice", "carol"]))
+    (conflict,) = there.publish([a_slice("alice", 0)], INVENTORY).conflicts
+    assert conflict == (
+        f"{tmp_path}/etc/old.json also names amdvgpu.io/slice=alice: the directory that a runtime reads last wins; "
+        "remove one of the two"
+    )
+
+
+def test_the_same_name_beside_our_file_is_reported_even_in_a_hidden_file(there: CdiFile, tmp_path: Path) -> None:
+    (tmp_path / "cdi").mkdir(mode=0o755)
+    (tmp_path / "cdi/.x.json").write_text(foreign(["alice"]))
+    (conflict,) = there.publish([a_slice("alice", 0)], INVENTORY).conflicts
+    assert conflict == (
+        f"{tmp_path}/cdi/.x.json also names amdvgpu.io/slice=alice: runtimes then resolve neither; "
+        "remove one of the two"
+    )
+
+
+def test_a_yaml_file_of_our_kind_is_reported_without_being_read(there: CdiFile, tmp_path: Path) -> None:
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "etc/a.yaml").write_text('cdiVersion: "0.5.0"\nkind: amdvgpu.io/slice\ndevices: []\n')
+    (tmp_path / "etc/b.yaml").write_text('cdiVersion: "0.5.0"\nkind: nvidia.com/gpu\ndevices: []\n')
+    (conflict,) = there.publish([a_slice("alice", 0)], INVENTORY).conflicts
+    assert conflict.startswith(f"{tmp_path}/etc/a.yaml also names amdvgpu.io/slice=devices of this kind")
+
+
+def test_other_peoples_files_are_none_of_our_business(there: CdiFile, tmp_path: Path) -> None:
+    folder = tmp_path / "etc"
+    folder.mkdir()
+    (folder / "amd.json").write_text(foreign(["alice"], kind="amd.com/gpu"))
+    (folder / "other.json").write_text(foreign(["carol"]))
+    (folder / "half.json").write_text(foreign(["alice"])[:30])
+    (folder / "odd.json").write_text('{"kind": "amdvgpu.io/slice", "devices": 7}')
+    (folder / "list.json").write_text("[]")
+    (folder / "alice.txt").write_text(foreign(["alice"]))
+    (folder / "folder.json").mkdir()
+    (folder / "dangling.json").symlink_to("/nowhere")
+    assert there.publish([a_slice("alice", 0)], INVENTORY).conflicts == ()
+
+
+def test_a_second_name_of_the_same_directory_is_no_conflict(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "var").symlink_to(tmp_path / "run")
+    there = CdiFile(
+        tmp_path / "run",
+        run_dir=tmp_path,
+        library=tmp_path / "gate",
+        standard_dirs=(tmp_path / "etc", tmp_path / "var"),
+    )
+    there.publish([a_slice("alice", 0)], INVENTORY)
+    assert there.publish([a_slice("alice", 0)], INVENTORY).conflicts == ()
+
+
+def test_a_directory_closed_to_others_is_reported(there: CdiFile, tmp_path: Path) -> None:
+    (tmp_path / "cdi").mkdir(mode=0o700)
+    (conflict,) = there.publish([a_slice("alice", 0)], INVENTORY).conflicts
+    assert (
+        conflict == f"{tmp_path}/cdi is closed to other users: a rootless runtime reads no CDI file in it (chmod 0755)"
+    )
