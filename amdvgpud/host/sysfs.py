@@ -726,7 +726,7 @@ class _Scan:
         base, slots = node["simd_id_base"], node["cu_per_simd_array"]
         maps = set()
         for positions in (run for of_size in runs.values() for run in of_size):
-            if len(positions) == cus and slots and 0 <= positions[0] - base and positions[-1] - base < arrays * slots:
+            if len(positions) == cus and slots and positions[0] >= base and positions[-1] - base < arrays * slots:
                 counts = Counter((position - base) // slots for position in positions)
                 maps.add(tuple(counts[array] for array in range(arrays)))
         if len(maps) == 1:
