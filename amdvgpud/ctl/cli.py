@@ -376,7 +376,8 @@ def _plan(name: str, output: str, **asked: Any) -> None:
             _print_json(raw)
             return
         gpus, _ = client.get("/v1/gpus", wire.GpuList)
-    show.plan(answer, gpus)
+        slices, _ = client.get("/v1/slices", wire.SliceList)
+    show.plan(answer, gpus, slices)
 
 
 # ---------------------------------------------------------------------------------------------------------- lease

@@ -175,7 +175,9 @@ def _call(name: str, doing: str, *arguments: object) -> None:
     """One libc call that answers 0 or sets errno. By ctypes: os.unshare is 3.12's, and mount is nobody's."""
     if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments) != 0:
         code = ctypes.get_errno()
-        raise CannotDeliver(f"{doing} is not allowed here: {os.strerror(code)}")
+        # unshare says ENOSPC where the sysctl user.max_user_namespaces (0 on hardened machines) is used up.
+        why = "user.max_user_namespaces is used up" if code == errno.ENOSPC and name == "unshare" else os.strerror(code)
+        raise CannotDeliver(f"{doing} is not allowed here: {why}")
 
 
 def die_with_parent(signal_number: int, parent: int) -> None:

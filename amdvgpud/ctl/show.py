@@ -7,7 +7,7 @@ text does without rich altogether, which is most of what a script would wait for
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
@@ -236,30 +236,39 @@ def amounts(items: Sequence[wire.ShareView]) -> str:
     return ", ".join(f"{human_size(s.vram_bytes)} and {s.granted_cus} CUs of {s.partition}" for s in items)
 
 
-def plan(answer: wire.PlanView, machine: wire.GpuList) -> None:
-    """The shares, then a drawing of the CUs of each, as far as the daemon tells how they lie."""
-    from amdvgpud.core.cumask import parse_cu_mask
-    from amdvgpud.core.model import CuLayout
-    from amdvgpud.core.render import draw_cus
-
+def plan(answer: wire.PlanView, machine: wire.GpuList, others: wire.SliceList) -> None:
+    """The shares, then a map of each partition with the CUs of this slice and of those that are there already."""
     shares(answer.shares)
     partitions = {p.id: p for g in machine.gpus for p in g.partitions}
     for share in answer.shares:
         where = partitions.get(share.partition)
         if share.cus is None or where is None or not where.active:
-            continue
-        layout = CuLayout(
-            where.xcc_count,
-            where.engines_per_xcc,
-            where.arrays_per_engine,
-            tuple(where.active),
-            where.wgp,
-            where.harvest_known,
-        )
+            continue  # all of it, or a daemon that does not tell how CUs lie
+        placed = {answer.name: share.cus}
+        for item in others.slices:
+            for theirs in item.shares:
+                if theirs.partition == share.partition and theirs.cus is not None:
+                    placed[item.name] = theirs.cus
         print(f"\n{share.partition}")
-        (cus,) = parse_cu_mask(f"0:{share.cus}", [where.cu_count])
-        if cus is not None:
-            print(draw_cus(layout, cus))
+        print("\n".join(_map(where, placed)))
+
+
+def _map(where: wire.PartitionView, placed: Mapping[str, str]) -> list[str]:
+    """``placed``: ranges by slice name."""
+    from amdvgpud.core.cumask import parse_cu_mask
+    from amdvgpud.core.model import CuLayout
+    from amdvgpud.core.render import draw_cus
+
+    layout = CuLayout(
+        where.xcc_count,
+        where.engines_per_xcc,
+        where.arrays_per_engine,
+        tuple(where.active),
+        where.wgp,
+        where.harvest_known,
+    )
+    sets = {name: parse_cu_mask(f"0:{ranges}", [where.cu_count])[0] for name, ranges in placed.items()}
+    return draw_cus(layout, {name: cus for name, cus in sets.items() if cus is not None})
 
 
 # --------------------------------------------------------------------------------------------------- all the rest

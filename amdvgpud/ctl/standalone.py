@@ -41,7 +41,7 @@ def granted(spec: SliceSpec, sysfs_root: str) -> Iterator[tuple[Grant, str]]:
         raise NotFound(f"there is no usable AMD GPU under {root}" + (f" ({found})" if found else ""))
     plan = place(Book(), inventory, request)
     item = Slice(request.name, request, plan.shares, time.time(), 0, os.geteuid())
-    environment, preload = dict(slice_environment(item, inventory)), [gate_library()]
+    environment, preload = slice_environment(item, inventory, all_nodes_visible=True), [gate_library()]
     if (root / "gpus.conf").is_file():
         environment["SOFTKFD_ROOT"] = str(root)
         preload.append(softkfd_library(preload[0]))
