@@ -514,6 +514,8 @@ _GUEST_OPTIONS: Final = ("ro", "nosuid", "nodev", "noexec", "bind")
 _LEDGER_OPTIONS: Final = ("rw", "nosuid", "nodev", "noexec", "bind")
 _LIBRARY_OPTIONS: Final = ("ro", "nosuid", "nodev", "bind")
 _OVERLAY_OPTIONS: Final = ("ro", "bind")
+_PLAIN_NODE_OPTIONS: Final = ("rw", "nosuid", "nodev", "bind")
+"""Not noexec: the runtime maps a device's memory executable, and here that memory is the plain file."""
 
 
 class CdiFile:
@@ -656,7 +658,7 @@ class CdiFile:
         # A runtime takes no plain file as a device node, and cannot mount at a path of sysfs that does not exist.
         # Writable: the emulator keeps what all processes have allocated in its root. That tree is no secret and no
         # limit, it is the make-believe hardware.
-        root = Mount(str(self._simulated.root), SOFTKFD_ROOT_IN_CONTAINER, ("rw", "nosuid", "nodev", "noexec", "bind"))
+        root = Mount(str(self._simulated.root), SOFTKFD_ROOT_IN_CONTAINER, _PLAIN_NODE_OPTIONS)
         softkfd = Mount(str(self._simulated.softkfd), SOFTKFD_IN_CONTAINER, _LIBRARY_OPTIONS)
         env = (f"SOFTKFD_ROOT={SOFTKFD_ROOT_IN_CONTAINER}",)
         return Edits(env, (), (*gate, softkfd, root, _plain_node(self._simulated, "/dev/kfd")))
@@ -712,7 +714,7 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _plain_node(simulated: SimulatedDevices, path: str) -> Mount:
-    return Mount(str(simulated.root / path.lstrip("/")), path, ("rw", "nosuid", "noexec", "bind"))
+    return Mount(str(simulated.root / path.lstrip("/")), path, _PLAIN_NODE_OPTIONS)
 
 
 def _live_partitions(item: Slice, inventory: Inventory) -> tuple[Partition, ...]:
