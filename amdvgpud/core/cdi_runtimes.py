@@ -9,6 +9,7 @@ releases that were looked at, the older one's answer is given.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final
 
@@ -141,3 +142,29 @@ def _numbers(match: re.Match[str] | None) -> _Release:
 
 def _text(release: _Release) -> str:
     return ".".join(map(str, release))
+
+
+def missing_access(
+    path: str, mode: int, group: tuple[int, str], *, uid: int, groups: Collection[int], selinux_enforces: bool
+) -> tuple[str, ...]:
+    """What keeps the containers of user ``uid`` from the host's node at ``path``; empty: nothing that is known here.
+
+    ``mode`` and ``group`` (number, name) are the node's own: nothing is concluded from a group's name. ``groups`` are
+    the user's. A runtime that runs as root makes nodes of its own, so there only SELinux is asked.
+    """
+    found = []
+    if uid != 0 and mode & 0o006 != 0o006:
+        number, name = group
+        if mode & 0o060 != 0o060:
+            found.append(f"{path} has mode {mode & 0o7777:04o}: nobody but its owner may use it (udev rule: MODE 0660)")
+        elif number not in groups:
+            found.append(
+                f"user {uid} is not in group {name} ({number}) of {path}: usermod -aG {name} USER, log in anew"
+            )
+        else:
+            found.append(
+                f"a rootless container loses group {name} ({number}) of {path}: podman run --group-add keep-groups"
+            )
+    if selinux_enforces:
+        found.append("SELinux enforces: containers reach devices only with setsebool -P container_use_devices on")
+    return tuple(found)

@@ -81,7 +81,7 @@ SIMULATED = CdiFile(
     Path("/run/cdi"),
     run_dir=Path("/run/amdvgpud"),
     library=Path("/usr/lib/amdvgpu/libamdvgpu.so"),
-    simulated=SimulatedDevices(Path("/run/amdvgpud/sim"), Path("/usr/lib/amdvgpu/libsoftkfd.so")),
+    simulated=SimulatedDevices(Path("/run/amdvgpud/simulated"), Path("/usr/lib/amdvgpu/libsoftkfd.so")),
 )
 
 EXAMPLES = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from amdvgpud.core.cdi_runtimes import refusal, to_switch_on, versions_accepted
+from amdvgpud.core.cdi_runtimes import missing_access, refusal, to_switch_on, versions_accepted
 from amdvgpud.core.errors import Invalid
 
 
@@ -77,3 +77,22 @@ def test_an_unknown_runtime_is_an_error_that_lists_the_known_ones() -> None:
 def test_a_cdi_version_that_is_none_is_an_error() -> None:
     with pytest.raises(Invalid, match=r"'0\.5' is no CDI version"):
         refusal("podman", "4.3.1", "0.5", "/run/cdi")
+
+
+@pytest.mark.parametrize(
+    ("mode", "uid", "groups", "selinux", "says"),
+    [
+        (0o660, 0, [], False, []),
+        (0o666, 1000, [], False, []),
+        (0o660, 1000, [1000], False, ["user 1000 is not in group render (992) of /dev/kfd"]),
+        (0o660, 1000, [1000, 992], False, ["a rootless container loses group render (992) of /dev/kfd"]),
+        (0o600, 1000, [992], False, ["/dev/kfd has mode 0600: nobody but its owner"]),
+        (0o660, 0, [], True, ["SELinux enforces"]),
+        (0o660, 1000, [], True, ["user 1000 is not in group", "SELinux enforces"]),
+    ],
+)
+def test_what_keeps_a_users_containers_from_a_node_is_named(
+    mode: int, uid: int, groups: list[int], selinux: bool, says: list[str]
+) -> None:
+    found = missing_access("/dev/kfd", mode, (992, "render"), uid=uid, groups=groups, selinux_enforces=selinux)
+    assert [sentence.startswith(start) for sentence, start in zip(found, says, strict=True)] == [True] * len(says)
