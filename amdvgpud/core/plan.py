@@ -538,14 +538,15 @@ def _wanted_text(request: Request, cus: int | None = None) -> str:
 
 def _no_room(inventory: Inventory, request: Request, candidates: list[Occupancy], fitting: list[Occupancy]) -> NoRoom:
     """The refusal: what was wanted, which partition comes nearest, and what that one has."""
-    roomy = {at.gpu.id for at in fitting}
-    rest = [at for at in candidates if at.gpu.id not in roomy]
-    if not rest:
+    allowed = sorted({at.gpu.id for at in candidates})
+    if len(allowed) < request.gpu_count:
         return NoRoom(
-            f"{_wanted_text(request)}; only {len(roomy)} of the {len(inventory.gpus)} GPUs may be used for it "
-            f"({', '.join(sorted(roomy))}), and two shares of one slice never lie on one GPU",
+            f"{_wanted_text(request)}; only {len(allowed)} of the {len(inventory.gpus)} GPUs may be used for it "
+            f"({', '.join(allowed)}), and two shares of one slice never lie on one GPU",
             "no_gpu",
         )
+    roomy = {at.gpu.id for at in fitting}
+    rest = [at for at in candidates if at.gpu.id not in roomy]
     compute = request.compute
 
     def measure(at: Occupancy) -> tuple[int, bool, bool, float]:

@@ -72,25 +72,27 @@ def _hami_size(size_bytes: int) -> str:
 # ----------------------------------------------------------------------------------------------------------- the map
 
 _LETTERS: Final = ascii_lowercase + ascii_uppercase + digits
-_FREE, _TAIL, _MANY, _UNNAMED = ".", ":", "#", "?"
+_FREE, _TAIL, _MANY, _UNMASKED = ".", ":", "#", "?"
 
 
 def draw_cus(layout: CuLayout, sets: Mapping[str, CuSet]) -> list[str]:
     """A map of who has which CU, a line for each XCC (and shader array), a group for each engine; then the legend.
 
     One character a CU, on WGP GPUs one a WGP: a letter for a slice, ``#`` several slices, ``.`` free, ``:`` free but
-    only with all rows, ``?`` no mask bit names it. A group is as long as the array with the most CUs.
+    only with all rows, ``?`` only for a whole share (no mask with equal counts on all XCCs can name it). A group is as
+    long as the array with the most CUs.
     """
     width = 2 if layout.wgp else 1
     letters = {name: _LETTERS[i] if i < len(_LETTERS) else _MANY for i, name in enumerate(sets)}
     masks = {name: cus.mask for name, cus in sets.items()}
-    tail = cumask.rows(layout).tail_mask
+    rows = cumask.rows(layout)
+    tail, maskable = rows.tail_mask, rows.all_mask
     bits = {place: bit for bit, place in enumerate(cumask.kernel_walk(layout)) if place is not None}
 
     def sign(place: cumask.Place) -> str:
         bit = bits.get(place)
-        if bit is None:
-            return _UNNAMED
+        if bit is None or not maskable >> bit & 1:
+            return _UNMASKED
         owners = [letters[name] for name, mask in masks.items() if mask >> bit & 1]
         if owners:
             return owners[0] if len(owners) == 1 else _MANY
@@ -116,7 +118,7 @@ def draw_cus(layout: CuLayout, sets: Mapping[str, CuSet]) -> list[str]:
     ]
     drawn = "".join("".join(groups) for groups in body.values())
     lines += [f"{letters[name]} = {name} ({len(cus)} CUs: {cumask.format_ranges(cus)})" for name, cus in sets.items()]
-    meanings = {_FREE: "free", _TAIL: "free, only with all rows", _MANY: "several", _UNNAMED: "no mask bit names it"}
+    meanings = {_FREE: "free", _TAIL: "free, only with all rows", _MANY: "several", _UNMASKED: "only for a whole share"}
     notes = [f"{character} {meaning}" for character, meaning in meanings.items() if character in drawn]
     lines.append("; ".join([f"one sign is one {'WGP (2 CUs)' if layout.wgp else 'CU'}", *notes]))
     return lines
