@@ -43,6 +43,7 @@ ENOUGH: Final = "0.5.0"
 GATE_IN_CONTAINER: Final = "/usr/lib/amdvgpu/libamdvgpu.so"
 SOFTKFD_IN_CONTAINER: Final = "/usr/lib/amdvgpu/libsoftkfd.so"
 SOFTKFD_ROOT_IN_CONTAINER: Final = "/run/softkfd"
+"""Where the emulator looks when no variable tells it, so that an empty environment does not take the GPUs away."""
 PRELOAD_IN_CONTAINER: Final = "/etc/ld.so.preload"
 TOPOLOGY: Final = "/sys/devices/virtual/kfd/kfd/topology/nodes"
 
@@ -660,8 +661,7 @@ class CdiFile:
         # limit, it is the make-believe hardware.
         root = Mount(str(self._simulated.root), SOFTKFD_ROOT_IN_CONTAINER, _PLAIN_NODE_OPTIONS)
         softkfd = Mount(str(self._simulated.softkfd), SOFTKFD_IN_CONTAINER, _LIBRARY_OPTIONS)
-        env = (f"SOFTKFD_ROOT={SOFTKFD_ROOT_IN_CONTAINER}",)
-        return Edits(env, (), (*gate, softkfd, root, _plain_node(self._simulated, "/dev/kfd")))
+        return Edits((), (), (*gate, softkfd, root, _plain_node(self._simulated, "/dev/kfd")))
 
     def _preload(self) -> bytes:
         """Gate before emulator: the first to be asked must be the one that limits, the other answers by itself."""
