@@ -296,11 +296,18 @@ def slice_create(name: str, dry_run: bool, output: str, **asked: Any) -> None:
 @_reading
 def slice_list(output: str) -> None:
     """List the slices with their quotas and what they use."""
+    import msgspec
+
     from amdvgpud.core import wire
     from amdvgpud.ctl import show
 
     with _said_plainly():
-        answer, raw = _client().get("/v1/slices", wire.SliceList)
+        client = _client()
+        answer, raw = client.get("/v1/slices", wire.SliceList)
+        while answer.next_cursor is not None:
+            page, _ = client.get("/v1/slices", wire.SliceList, cursor=answer.next_cursor)
+            page.slices = answer.slices + page.slices
+            answer, raw = page, msgspec.json.encode(page)
     _print_json(raw) if output == "json" else show.slices(answer)
 
 
