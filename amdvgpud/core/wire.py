@@ -305,3 +305,17 @@ class Problem(Struct, kw_only=True, omit_defaults=True):
     detail: str
     code: str
     errors: list[dict[str, str]] = msgspec.field(default_factory=list)
+
+
+class Links(Struct, kw_only=True):
+    """The way in: `GET /`."""
+
+    name: str
+    version: str
+    versions: list[str]
+    features: list[str]
+    links: dict[str, str]
+
+
+class Health(Struct, kw_only=True):
+    status: Literal["ok", "starting"]

@@ -1,0 +1,245 @@
+"""From the node's pictures to the API's shapes: pure functions, no I/O, no clock.
+
+Owns what a face shows of a GPU, a slice, a lease. What is hidden from whom is decided by the caller; the functions that
+can hide take ``details``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import PurePath
+
+from amdvgpud.core import cumask, wire
+from amdvgpud.core.compute import format_compute
+from amdvgpud.core.errors import Conflict
+from amdvgpud.core.model import Gpu, GpuId, Inventory, Lease, Partition, PartitionId, Share, Slice, Usage
+from amdvgpud.core.plan import Capacity, capacities
+from amdvgpud.core.render import slice_environment
+from amdvgpud.node import Event, NodeView
+
+
+def gpu_of(partition: PartitionId) -> GpuId:
+    """The GPU a partition is of, also when neither is there any more: the id says it."""
+    return GpuId(partition.rpartition("/")[0])
+
+
+def partition_view(partition: Partition, capacity: Capacity, by_node: Mapping[int, PartitionId]) -> wire.PartitionView:
+    """``by_node``: the Partition of each KFD node, to name what a link leads to."""
+    return wire.PartitionView(
+        id=partition.id,
+        index=partition.index,
+        kfd_node=partition.kfd_node,
+        kfd_gpu_id=partition.kfd_gpu_id,
+        render_node=f"/dev/dri/renderD{partition.render_minor}",
+        gfx_target=partition.gfx_target,
+        vram_bytes=partition.vram_bytes,
+        vram_reserved_bytes=capacity.vram_promised_bytes,
+        vram_free_bytes=capacity.vram_free_bytes,
+        cu_count=partition.cu_count,
+        cus_allocated=capacity.cus_allocated,
+        xcc_count=partition.layout.xcc_count,
+        row_count=capacity.row_count,
+        row_cus=capacity.row_cus,
+        wgp=partition.layout.wgp,
+        harvest_known=partition.layout.harvest_known,
+        numa_node=partition.numa_node,
+        links=[
+            wire.LinkView(
+                kind=link.kind,
+                to_partition=by_node.get(link.to_kfd_node),
+                to_kfd_node=link.to_kfd_node,
+                weight=link.weight,
+            )
+            for link in partition.links
+        ],
+    )
+
+
+def gpu_view(view: NodeView, gpu: Gpu, vram_used_bytes: int | None = None) -> wire.GpuView:
+    """``vram_used_bytes``: the driver's figure as last sampled; None where there is none (absent is not zero)."""
+    return _gpu_views(view, (gpu,), {} if vram_used_bytes is None else {gpu.id: vram_used_bytes})[0]
+
+
+def gpu_list(view: NodeView, vram_used_bytes: Mapping[GpuId, int]) -> wire.GpuList:
+    return wire.GpuList(
+        gpus=_gpu_views(view, view.inventory.gpus, vram_used_bytes),
+        unusable=[
+            wire.UnusableView(pci_address=u.pci_address, name=u.name, reason=u.reason) for u in view.inventory.unusable
+        ],
+        revision=view.book.revision,
+    )
+
+
+def _gpu_views(view: NodeView, gpus: Iterable[Gpu], vram_used_bytes: Mapping[GpuId, int]) -> list[wire.GpuView]:
+    capacity = capacities(view.book, view.inventory)
+    by_node = {p.kfd_node: p.id for p in view.inventory.partitions}
+    return [
+        wire.GpuView(
+            id=gpu.id,
+            index=gpu.index,
+            pci_address=gpu.pci_address,
+            unique_id=f"0x{gpu.unique_id:016x}" if gpu.unique_id else None,
+            smi_uuid=gpu.smi_uuid,
+            product_name=gpu.product_name,
+            gfx_target=gpu.gfx_target,
+            vram_bytes=gpu.vram_bytes,
+            vram_used_bytes=vram_used_bytes.get(gpu.id),
+            cu_count=gpu.cu_count,
+            compute_partition=gpu.compute_partition,
+            memory_partition=gpu.memory_partition,
+            available_compute_partitions=list(gpu.available_compute_partitions),
+            available_memory_partitions=list(gpu.available_memory_partitions),
+            numa_node=gpu.numa_node,
+            cordoned=gpu.id in view.book.cordoned,
+            oversubscription=view.book.oversubscription.get(gpu.id, 1.0),
+            partitions=[partition_view(p, capacity[p.id], by_node) for p in gpu.partitions],
+        )
+        for gpu in gpus
+    ]
+
+
+def share_view(share: Share, inventory: Inventory, usage: Usage | None) -> wire.ShareView:
+    partition = inventory.partition(share.partition)
+    used = 0 if usage is None or partition is None else usage.used_bytes(partition.kfd_gpu_id)
+    return wire.ShareView(
+        partition=share.partition,
+        gpu=gpu_of(share.partition),
+        vram_bytes=share.vram_bytes,
+        used_bytes=used,
+        asked_cus=share.asked_cus,
+        granted_cus=share.granted_cus,
+        effective_cus=share.effective_cus,
+        cus=None if share.cus is None else cumask.format_ranges(share.cus),
+        shared=share.shared,
+    )
+
+
+def states(view: NodeView) -> Iterator[tuple[Slice, wire.SliceState, Lease | None]]:
+    """Each slice in order of names, its state, and the Lease on it."""
+    leases = {lease.slice: lease for lease in view.book.leases.values()}
+    for name, item in sorted(view.book.slices.items()):
+        lease = leases.get(name)
+        usage = view.usage.get(name)
+        if name in view.lost:
+            yield item, "lost", lease
+        elif usage is not None and usage.processes:
+            yield item, "running", lease
+        else:
+            yield item, "free" if lease is None else "held", lease
+
+
+def enforced_by(item: Slice, inventory: Inventory) -> str:
+    """``gate``, or ``none`` for a slice that has all of its Partitions and so nothing to hold."""
+    for share in item.shares:
+        partition = inventory.partition(share.partition)
+        if share.cus is not None or partition is None or share.vram_bytes < partition.vram_bytes:
+            return "gate"
+    return "none"
+
+
+def slice_views(view: NodeView, cdi_kind: str) -> list[wire.SliceView]:
+    """All slices in order of names."""
+    return [_slice_view(view, item, state, lease, cdi_kind) for item, state, lease in states(view)]
+
+
+def slice_view(view: NodeView, item: Slice, cdi_kind: str) -> wire.SliceView:
+    state, lease = next((state, lease) for other, state, lease in states(view) if other.name == item.name)
+    return _slice_view(view, item, state, lease, cdi_kind)
+
+
+def _slice_view(
+    view: NodeView, item: Slice, state: wire.SliceState, lease: Lease | None, cdi_kind: str
+) -> wire.SliceView:
+    usage = view.usage.get(item.name)
+    lost = view.lost.get(item.name)
+    return wire.SliceView(
+        name=item.name,
+        state=state,
+        lost_reason=lost,
+        enforced_by=enforced_by(item, view.inventory),
+        cdi_device=f"{cdi_kind}={item.name}" if lost is None and view.cdi.written else None,
+        compute=format_compute(item.request.compute),
+        policy=item.request.compute.policy.value,
+        shares=[share_view(s, view.inventory, usage) for s in item.shares],
+        lease=None if lease is None else lease.id,
+        processes=0 if usage is None else len(usage.processes),
+        created_s=item.created_s,
+        revision=item.revision,
+    )
+
+
+def usage_view(view: NodeView, item: Slice) -> wire.UsageView:
+    """Figures of GPUs that are gone are left out: nobody knows them."""
+    usage = view.usage.get(item.name) or Usage(item.name)
+    by_gpu_id = {g.kfd_gpu_id: g for g in usage.gpus}
+    gpus = []
+    for share in item.shares:
+        partition = view.inventory.partition(share.partition)
+        if partition is None:
+            continue
+        seen = by_gpu_id.get(partition.kfd_gpu_id)
+        gpus.append(
+            wire.GpuUsageView(
+                partition=share.partition,
+                limit_bytes=share.vram_bytes,
+                used_bytes=seen.used_bytes if seen else 0,
+                peak_bytes=seen.peak_bytes if seen else 0,
+                denials=seen.denials if seen else 0,
+                denied_bytes=seen.denied_bytes if seen else 0,
+                allocations=seen.allocations if seen else 0,
+                frees=seen.frees if seen else 0,
+            )
+        )
+    return wire.UsageView(slice=item.name, gpus=gpus, damaged=usage.damaged, reclaimed_bytes=usage.reclaimed_bytes)
+
+
+def process_list(view: NodeView, item: Slice) -> wire.ProcessList:
+    """Bytes on a GPU that the inventory does not have are left out."""
+    usage = view.usage.get(item.name) or Usage(item.name)
+    by_gpu_id = {p.kfd_gpu_id: p.id for p in view.inventory.partitions}
+    return wire.ProcessList(
+        slice=item.name,
+        processes=[
+            wire.ProcessView(
+                pid=p.pid,
+                pid_namespace=p.pid_namespace,
+                used_bytes={by_gpu_id[g]: b for g, b in sorted(p.used_bytes.items()) if g in by_gpu_id},
+            )
+            for p in usage.processes
+        ],
+    )
+
+
+def lease_view(view: NodeView, lease: Lease, run_dir: PurePath, *, details: bool) -> wire.LeaseView:
+    try:
+        # A lease's process runs on the host, where it sees all GPUs.
+        environment = slice_environment(view.book.slices[lease.slice], view.inventory, all_nodes_visible=True)
+    except Conflict:
+        environment = {}  # what it was cut from is gone; the slice says so
+    return wire.LeaseView(
+        id=lease.id,
+        slice=lease.slice,
+        holder=lease.holder.text if details else "",
+        pid=lease.holder.pid if details else None,
+        created_s=lease.created_s,
+        expires_s=lease.expires_s,
+        ephemeral=lease.ephemeral,
+        slice_dir=str(run_dir / "slices" / lease.slice),
+        environment=environment,
+    )
+
+
+def event_view(event: Event, *, details: bool) -> wire.EventView:
+    """``detail`` may hold a holder's text, so it is for those who may see details."""
+    return wire.EventView(
+        id=event.id,
+        revision=event.revision,
+        time_s=event.time_s,
+        kind=event.kind,
+        subject=event.subject,
+        detail=event.detail if details else "",
+    )
+
+
+def plan_view(name: str, shares: tuple[Share, ...], inventory: Inventory, cdi: dict[str, object]) -> wire.PlanView:
+    return wire.PlanView(name=name, shares=[share_view(s, inventory, None) for s in shares], cdi=cdi)
