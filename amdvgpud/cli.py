@@ -1,0 +1,420 @@
+"""amdvgpud: the daemon's command line, and the one place where all parts are put together."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import platform
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from amdvgpud import __version__
+from amdvgpud.core.errors import AmdvgpuError, HostFailure, NotFound
+from amdvgpud.core.model import Inventory
+from amdvgpud.host import amdsmi
+from amdvgpud.host.cdi import CdiFile, SimulatedDevices
+from amdvgpud.host.ledger import LedgerFiles
+from amdvgpud.host.procs import process_alive, start_ticks
+from amdvgpud.host.store import BookStore
+from amdvgpud.host.sysfs import SysfsReader
+from amdvgpud.host.systemd import Supervisor, claim_machine
+from amdvgpud.host.udev import UeventWatch
+from amdvgpud.node import Node
+from amdvgpud.serve.endpoints import Process
+from amdvgpud.serve.metrics import CountedCdi, Metrics
+from amdvgpud.serve.rest import Api, ApiSettings
+from amdvgpud.settings import SETTINGS, Settings, read_settings, shown
+from amdvgpud.sim.models import parse_simulation, table_rows
+from amdvgpud.sim.tree import build_tree
+
+log = logging.getLogger(__name__)
+
+INSTALLED_LIBRARY: Final = Path("/usr/lib/amdvgpu/libamdvgpu.so")
+"""Where the packages put the gate; replaced there by rename on an upgrade, so running programs keep theirs."""
+
+RELOADED: Final = frozenset({"tick_s", "rescan_s", "log_level"})
+"""Settings that a reload puts in force; the others are said to wait for a restart."""
+
+
+# ---------------------------------------------------------------------------------------------- putting it together
+
+
+class CheckedSysfs(SysfsReader):
+    """The machine as sysfs has it, with AMD SMI's market names and doubts where that is installed and wanted."""
+
+    def read_inventory(self) -> Inventory:
+        return amdsmi.cross_check(super().read_inventory(), amdsmi.read_report())
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """One daemon, put together; nothing has been read, locked or opened yet."""
+
+    node: Node
+    cdi: CountedCdi
+    metrics: Metrics
+    preload: tuple[Path, ...]
+    """What a process in a slice preloads, in order: the gate, and on a simulated machine what it stands before."""
+    simulated_root: Path | None
+
+
+def assemble(settings: Settings) -> Parts:
+    """The real adapters around a Node; for a simulated machine, its tree is built here first."""
+    root, simulated = settings.sysfs_root, None
+    if settings.simulate:
+        root = settings.run_dir / "simulated"
+        if build_tree(parse_simulation(settings.simulate), root):
+            log.info("Simulated machine %s written to %s.", settings.simulate, root)
+        simulated = SimulatedDevices(root, _packaged("libsoftkfd.so"))
+    gate = _gate(settings)
+    sysfs = (CheckedSysfs if settings.amdsmi else SysfsReader)(root)
+    metrics = Metrics(
+        sysfs,
+        version=__version__,
+        python=platform.python_version(),
+        cdi_kind=settings.cdi_kind,
+        compat=settings.metrics_compat,
+        cluster_node=platform.node(),
+    )
+    cdi = CdiFile(
+        settings.cdi_dir,
+        run_dir=settings.run_dir,
+        library=gate,
+        sysfs_root=root,
+        simulated=simulated,
+        kind=settings.cdi_kind,
+        card_nodes=settings.cdi_card_nodes,
+        version_limit=settings.cdi_version_limit or None,
+    )
+    counted = CountedCdi(cdi, metrics)
+    node = Node(
+        sysfs,
+        BookStore(settings.state_dir),
+        LedgerFiles(settings.run_dir, sysfs_root=root, tmpfs_bytes=settings.slices_tmpfs_bytes),
+        counted,
+        now_s=time.time,
+        process_alive=process_alive,
+        max_slices_per_partition=settings.max_slices_per_partition,
+    )
+    preload = (gate,) if simulated is None else (gate, simulated.softkfd)
+    return Parts(node, counted, metrics, preload, None if simulated is None else root)
+
+
+def _gate(settings: Settings) -> Path:
+    candidates = [settings.library] if settings.library else [INSTALLED_LIBRARY, _packaged("libamdvgpu.so")]
+    if (found := next((path for path in candidates if path.is_file()), None)) is None:
+        raise NotFound(
+            f"there is no gate at {' or '.join(map(str, candidates))}, so no slice would be enforced: "
+            "install libamdvgpu, or set 'library' to where it is"
+        )
+    return found
+
+
+def _packaged(name: str) -> Path:
+    from amdvgpud import _abi  # the compiled module marks where this program's own libraries lie
+
+    return Path(_abi.__file__).with_name(name)
+
+
+def _process_of(pid: int) -> Process | None:
+    try:
+        uid = Path(f"/proc/{pid}").stat().st_uid
+    except OSError:
+        return None
+    ticks = start_ticks(pid)
+    return None if ticks is None else Process(uid, ticks)
+
+
+# ------------------------------------------------------------------------------------------------------- the daemon
+
+
+class Daemon:
+    """The eternal tasks, and the way in and out of them. Settings may be read again while it runs."""
+
+    def __init__(self, settings: Settings, read_again: Callable[[], Settings], supervisor: Supervisor) -> None:
+        self._settings = settings
+        self._read_again = read_again
+        self._supervisor = supervisor
+        self._stop = asyncio.Event()
+        self._parts = assemble(settings)
+
+    async def run(self) -> None:
+        """Until :meth:`stop`; or until something that must not end does, and then with its error."""
+        node = self._parts.node
+        await node.start()
+        api = self._api()
+        try:
+            await self._open_doors(api)
+            self._supervisor.notify("READY=1", f"STATUS={node!r}")
+            async with asyncio.TaskGroup() as tasks:
+                eternal = [
+                    tasks.create_task(self._tick(), name="tick"),
+                    tasks.create_task(self._rescan(), name="rescan"),
+                    tasks.create_task(self._watch(), name="uevents"),
+                ]
+                await self._stop.wait()
+                self._supervisor.notify("STOPPING=1")
+                for task in eternal:
+                    task.cancel()
+        finally:
+            await api.close()
+
+    def stop(self) -> None:
+        """A second call is harmless."""
+        self._stop.set()
+
+    async def reload(self) -> None:
+        """Read the settings again and look at the machine. On an error the old settings stay, and the error goes on."""
+        self._supervisor.notify("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
+        try:
+            fresh = await asyncio.to_thread(self._read_again)
+            old, new = shown(self._settings), shown(fresh)
+            if waiting := [key for key in new if new[key] != old[key] and key not in RELOADED]:
+                log.warning("Changed, but in force only after a restart: %s.", ", ".join(waiting))
+            self._settings = fresh
+            logging.getLogger().setLevel(fresh.log_level.upper())
+            with self._parts.metrics.reconcile():
+                await self._parts.node.rescan()
+        finally:
+            self._supervisor.notify("READY=1", f"STATUS={self._parts.node!r}")
+
+    async def reload_or_say(self) -> None:
+        """:meth:`reload` for a signal, which nobody answers: an error is logged."""
+        try:
+            await self.reload()
+        except AmdvgpuError as error:
+            log.error("The settings stay as they were: %s", error)
+
+    def _api(self) -> Api:
+        s = self._settings
+        return Api(
+            self._parts.node,
+            self._parts.cdi,
+            self._parts.metrics,
+            ApiSettings(
+                socket_path=s.run_dir / "api.sock",
+                socket_group=s.rest_socket_group,
+                socket_mode=s.rest_socket_mode,
+                tcp=s.rest_tcp,
+                tcp_details=s.rest_tcp_details,
+                token_file=s.rest_token_file,
+            ),
+            version=__version__,
+            run_dir=s.run_dir,
+            process_of=_process_of,
+            cdi_kind=s.cdi_kind,
+            simulated=s.simulate or None,
+            config=lambda: shown(self._settings),
+            reload=self.reload,
+        )
+
+    async def _open_doors(self, api: Api) -> None:
+        if self._supervisor.inherited_fds:
+            for fd in self._supervisor.inherited_fds:
+                await api.serve_socket(socket.socket(fileno=fd))
+        else:
+            await api.serve_unix()
+        if self._settings.rest_tcp is not None:
+            await api.serve_tcp()
+
+    async def _tick(self) -> None:
+        while True:
+            node = self._parts.node
+            await node.tick()
+            await self._parts.metrics.sample(node.view().inventory)
+            self._supervisor.notify("WATCHDOG=1")
+            await asyncio.sleep(self._settings.tick_s)
+
+    async def _rescan(self) -> None:
+        while True:
+            await asyncio.sleep(self._settings.rescan_s)
+            await self._look_again()
+
+    async def _watch(self) -> None:
+        """Events are a convenience: where they cannot be heard, the periodic scan still finds what changes."""
+        try:
+            await UeventWatch(self._look_again).run()
+        except HostFailure as error:
+            log.warning("%s; changes are found by the scan every %g s.", error, self._settings.rescan_s)
+            await asyncio.Event().wait()
+
+    async def _look_again(self) -> None:
+        with self._parts.metrics.reconcile():
+            await self._parts.node.rescan()
+
+
+async def _serve(settings: Settings, read_again: Callable[[], Settings]) -> None:
+    supervisor = Supervisor(os.environ)
+    lock = claim_machine(settings.run_dir)
+    try:
+        daemon = Daemon(settings, read_again, supervisor)
+        loop = asyncio.get_running_loop()
+        reloads: set[asyncio.Task[None]] = set()
+
+        def reload() -> None:
+            reloads.add(task := loop.create_task(daemon.reload_or_say(), name="reload"))
+            task.add_done_callback(reloads.discard)
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, daemon.stop)
+        loop.add_signal_handler(signal.SIGHUP, reload)
+        await daemon.run()
+    finally:
+        os.close(lock)
+
+
+# ------------------------------------------------------------------------------------------------- the command line
+
+
+class _JournalFormatter(logging.Formatter):
+    """Lines for the journal: the priority that it sorts by in front, no time of our own (sd-daemon(3))."""
+
+    _PRIORITY: Final = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3}
+
+    def format(self, record: logging.LogRecord) -> str:
+        return f"<{self._PRIORITY.get(record.levelno, 5)}>{super().format(record)}"
+
+
+def _start_logging(level: str) -> None:
+    handler = logging.StreamHandler()
+    if "JOURNAL_STREAM" in os.environ:
+        handler.setFormatter(_JournalFormatter("%(name)s: %(message)s"))
+    else:
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+
+
+def _flags_of_settings(command: Callable[..., Any]) -> Callable[..., Any]:
+    """One option for each setting, from the one table. What is not given is not passed, so other sources count."""
+    for setting in reversed(list(SETTINGS.values())):
+        names = [setting.flag, setting.key.replace(".", "__")]
+        command = click.option(*names, metavar="VALUE", default=None, help=setting.meaning)(command)
+    return click.option("--config", "file", type=click.Path(path_type=Path), help="Read this file, not the default.")(
+        command
+    )
+
+
+def _settings(file: Path | None, flags: Mapping[str, str | None]) -> Settings:
+    given = {key.replace("__", "."): text for key, text in flags.items() if text is not None}
+    return read_settings(os.environ, given, file)
+
+
+@click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="amdvgpud")
+@_flags_of_settings
+@click.pass_context
+def cli(context: click.Context, /, file: Path | None, **flags: str | None) -> None:
+    """Share the AMD GPUs of this machine: serve slices of them until told to stop.
+
+    Each option is also a key of /etc/amdvgpud/amdvgpud.toml and a variable AMDVGPUD_<KEY>.
+    """
+
+    def read_again() -> Settings:
+        return _settings(file, flags)
+
+    context.obj = read_again
+    if context.invoked_subcommand is None:
+        settings = read_again()
+        _start_logging(settings.log_level)
+        asyncio.run(_serve(settings, read_again))
+
+
+@cli.group()
+def sim() -> None:
+    """Simulated machines."""
+
+
+@sim.command("models")
+@click.option("-o", "--output", type=click.Choice(["table", "json"]), default="table")
+def sim_models(output: str) -> None:
+    """List the GPU models that --simulate knows; a value with '?' has no source."""
+    rows = table_rows()
+    if output == "json":
+        click.echo(json.dumps(rows, indent=1))
+        return
+    widths = {key: max(len(key), *(len(row[key]) for row in rows)) for key in rows[0]}
+    for row in [{key: key.upper() for key in widths}, *rows]:
+        click.echo("  ".join(row[key].ljust(width) for key, width in widths.items()).rstrip())
+
+
+@cli.group()
+def config() -> None:
+    """The configuration."""
+
+
+@config.command("check")
+@click.pass_obj
+def config_check(read: Callable[[], Settings]) -> None:
+    """Read all sources and say whether they are valid."""
+    read()
+    click.echo("The configuration is valid.")
+
+
+@config.command("show")
+@click.option("--origin", is_flag=True, help="Say where each value came from.")
+@click.pass_obj
+def config_show(read: Callable[[], Settings], origin: bool) -> None:
+    """Show each setting in force, as TOML."""
+    settings = read()
+    for key, value in shown(settings).items():
+        line = f"{key} = {json.dumps(value)}"
+        click.echo(f"{line}  # {settings.origin[key]}" if origin else line)
+
+
+@cli.group()
+def cdi() -> None:
+    """The CDI file."""
+
+
+@cdi.command("refresh")
+@click.option("--oneshot", is_flag=True, required=True, help="Do it once and end: there is no other way yet.")
+@click.pass_obj
+def cdi_refresh(read: Callable[[], Settings], oneshot: bool) -> None:
+    """Bring the files of all stored slices and the CDI file up to date without a daemon.
+
+    For those who want no daemon to run all the time: slices made while one ran are found again after a reboot.
+    """
+    settings = read()
+    _start_logging(settings.log_level)
+
+    async def refresh() -> None:
+        lock = claim_machine(settings.run_dir)
+        try:
+            node = assemble(settings).node
+            await node.start()
+            status = node.view().cdi
+        finally:
+            os.close(lock)
+        if status.error is not None:
+            raise HostFailure(f"{status.path}: {status.error}")
+        click.echo(f"{status.path}: {'written' if status.written else 'no slice, so no file'}")
+
+    asyncio.run(refresh())
+
+
+def main() -> None:
+    """Entry point. Exit codes: 0 ended as asked, 1 refused by the machine or the state, 2 wrong words."""
+    try:
+        cli(prog_name="amdvgpud", standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except click.Abort:
+        sys.exit(130)
+    except AmdvgpuError as error:
+        click.echo(f"amdvgpud: {error}", err=True)
+        sys.exit(2 if error.code == "invalid" else 1)
+
+
+if __name__ == "__main__":
+    main()
