@@ -50,8 +50,8 @@ TOPOLOGY: Final = "/sys/devices/virtual/kfd/kfd/topology/nodes"
 NODE_MODE: Final = 0o666
 """Mode of the injected device nodes.
 
-Said, because silence means different things: 0666 to the readers before 0.6, the host's own mode to newer ones. 0666,
-because the door is the container and not its user accounts: a root process and one of uid 1000 in one container share
+Said, because silence means different things: 0666 with podman 4.3 and 5.4, containerd 2.1 and docker 28 (seen), the
+host's own mode with the newest reader (read in its source). 0666, because the door is the container and not its user accounts: a root process and one of uid 1000 in one container share
 one account (and one ledger, 0666 for the same reason), whatever ``render`` is numbered here. Refused: group and mode
 taken from the host's node. That number would have to be stored in the file, it means nothing in the image's
 /etc/group, and whoever lacks it needs ``--group-add``. No uid, gid, major or minor either: the runtime reads the
