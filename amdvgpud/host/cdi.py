@@ -51,13 +51,13 @@ NODE_MODE: Final = 0o666
 """Mode of the injected device nodes.
 
 Said, because silence means different things: 0666 with podman 4.3 and 5.4, containerd 2.1 and docker 28 (seen), the
-host's own mode with the newest reader (read in its source). 0666, because the door is the container and not its user accounts: a root process and one of uid 1000 in one container share
-one account (and one ledger, 0666 for the same reason), whatever ``render`` is numbered here. Refused: group and mode
-taken from the host's node. That number would have to be stored in the file, it means nothing in the image's
-/etc/group, and whoever lacks it needs ``--group-add``. No uid, gid, major or minor either: the runtime reads the
-device numbers at creation (the major of /dev/kfd is dynamic) and makes the container's own user the owner. A rootless
-runtime ignores all of this and bind-mounts the host's node: there group ``render`` and keep-groups decide. What would
-change our mind: a runtime that shares /dev between containers.
+host's own mode with the newest reader (read in its source). 0666, because the door is the container and not its user
+accounts: a root process and one of uid 1000 in one container share one account (and one ledger, 0666 for the same
+reason), whatever ``render`` is numbered here. Refused: group and mode taken from the host's node. That number would
+have to be stored in the file, it means nothing in the image's /etc/group, and whoever lacks it needs ``--group-add``.
+No uid, gid, major or minor either: the runtime reads the device numbers at creation (the major of /dev/kfd is dynamic)
+and makes the container's own user the owner. A rootless runtime ignores all of this and bind-mounts the host's node:
+there group ``render`` and keep-groups decide. What would change our mind: a runtime that shares /dev between containers.
 """
 
 
