@@ -11,7 +11,6 @@ import array
 import grp
 import hmac
 import logging
-import os
 import re
 import socket
 import struct
@@ -113,7 +112,7 @@ def token_opens(authorization: str | None, token_file: Path) -> bool:
     return hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), token)
 
 
-def unix_caller(sock: Socket, group: str) -> Caller:
+def unix_caller(sock: Socket, group: str, own_uid: int = 0) -> Caller:
     """Root, the daemon's own user and members of ``group`` may change things; who else gets in may read."""
     try:
         peer = peer_of(sock)
@@ -121,7 +120,7 @@ def unix_caller(sock: Socket, group: str) -> Caller:
         log.warning("A peer without credentials may only read: %s", error)
         return Caller(None, False, False, "the kernel does not tell who is asking, so nothing may be changed")
     gid = group_id(group)
-    if peer.uid in (0, os.geteuid()) or (gid is not None and gid in peer.gids):
+    if peer.uid in (0, own_uid) or (gid is not None and gid in peer.gids):
         return Caller(peer, True, True, "")
     return Caller(
         peer,

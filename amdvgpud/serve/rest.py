@@ -138,6 +138,7 @@ class Api:
         self._runner: web.AppRunner | None = None
         self._socket: _SocketFile | None = None
         self._closed = False
+        self._own_uid = os.geteuid()
 
     # -------------------------------------------------------------------------------------------------- lifetime
 
@@ -307,7 +308,7 @@ class Api:
     def _caller(self, request: web.Request) -> Caller:
         sock = _socket_of(request)
         if sock is not None and sock.family == socket.AF_UNIX:
-            return access.unix_caller(sock, self._settings.socket_group)
+            return access.unix_caller(sock, self._settings.socket_group, self._own_uid)
         return access.tcp_caller(
             request.headers.get("Authorization"), self._settings.token_file, self._settings.tcp_details
         )
