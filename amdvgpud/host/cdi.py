@@ -57,7 +57,7 @@ reason), whatever ``render`` is numbered here. Refused: group and mode taken fro
 have to be stored in the file, it means nothing in the image's /etc/group, and whoever lacks it needs ``--group-add``.
 No uid, gid, major or minor either: the runtime reads the device numbers at creation (the major of /dev/kfd is dynamic)
 and makes the container's own user the owner. A rootless runtime ignores all of this and bind-mounts the host's node:
-there group ``render`` and keep-groups decide. What would change our mind: a runtime that shares /dev between containers.
+there group ``render`` and keep-groups decide. What would change our mind: a /dev shared between containers.
 """
 
 
