@@ -1,0 +1,219 @@
+#include "memory.h"
+
+#include <errno.h>
+
+#include "os.h"
+
+/* ROCr sets this much aside for scratch, once a process and GPU, if AVAILABLE_MEMORY just said that eight times as much
+ * is free; and it aborts the process if that request is then refused. So a promise is kept for it between the two. */
+#define RESERVE_BYTES (140ULL << 20)
+#define RESERVE_FLOOR (8 * RESERVE_BYTES)
+#define RESERVE_MS 1000   /* guessed: the request follows the question within microseconds */
+#define RETRY_MS 1000     /* guessed: within this an equal request is the runtime's own second attempt */
+
+static int fail(int error) {
+    errno = error; /* only ENOMEM is ever told: the runtime's thunk loops for ever on EINTR and EAGAIN */
+    return -1;
+}
+
+/* Not PUBLIC, not executable, large: of what runtimes were seen to ask for, only the scratch reserve looks like this. */
+static int is_reserve(const struct kfd_alloc_memory *asked) {
+    return !(asked->flags & (KFD_MEMORY_PUBLIC | KFD_MEMORY_EXECUTABLE)) && asked->bytes >= 16 << 20 &&
+           asked->bytes <= RESERVE_BYTES;
+}
+
+/* ------------------------------------------------------------------------------------------------------- charging */
+
+static int charge_foreign(struct avg_process *process, const struct kfd_alloc_memory *asked, struct avg_charge *charge) {
+    if (process->barred) return -1;
+    for (int i = 0; i < AVG_FOREIGN_GPUS; i++) {
+        if (!process->foreign[i].gpu_id) process->foreign[i].gpu_id = asked->gpu_id;
+        if (process->foreign[i].gpu_id != asked->gpu_id) continue;
+        if (avg_sum(process->foreign[i].held, asked->bytes) > AVG_FOREIGN_BYTES) {
+            avg_say(process, AVG_SAY_FOREIGN, "VRAM of a GPU that is in no slice of this process is refused", "");
+            return -1;
+        }
+        process->foreign[i].held += asked->bytes;
+        *charge = (struct avg_charge){.bytes = {asked->bytes}, .slice = {AVG_MAX_SLICES}, .gpu = {(uint8_t)i}};
+        return 0;
+    }
+    return -1;
+}
+
+/* Charge the request to the first slice with room; where none has room for all of it but the first two have together,
+ * to both. */
+static int charge_slices(struct avg_process *process, const struct kfd_alloc_memory *asked, struct avg_cover *covers,
+                         int count, struct avg_charge *charge) {
+    const struct avg_identity *self = &process->self;
+    struct avg_seen *seen = avg_seen_of(process, asked->gpu_id);
+    enum avg_verdict verdict = AVG_OVER;
+    for (int i = 0; i < count; i++) {
+        *charge = (struct avg_charge){.bytes = {asked->bytes}, .slice = {covers[i].slice}, .gpu = {covers[i].gpu}};
+        if (is_reserve(asked) && !avg_redeem(covers[i].account, covers[i].gpu, asked->bytes)) {
+            if (seen) seen->reserve_taken = 1;
+            return 0;
+        }
+        enum avg_verdict one = avg_admit(covers[i].account, self, covers[i].gpu, asked->bytes, covers[i].quota);
+        if (one == AVG_ADMITTED) return 0;
+        if (one == AVG_NO_SLOT) verdict = one;
+    }
+    for (int i = 0; i + 1 < count; i++) {
+        struct avg_cover *a = &covers[i], *b = &covers[i + 1];
+        if (!a->account->ledger || !b->account->ledger) continue;
+        uint64_t first = avg_less(a->quota, avg_taken(a->account, a->gpu)) & ~4095ULL;
+        if (!first || first >= asked->bytes) continue;
+        if (avg_admit(a->account, self, a->gpu, first, a->quota) != AVG_ADMITTED) continue;
+        if (avg_admit(b->account, self, b->gpu, asked->bytes - first, b->quota) == AVG_ADMITTED) {
+            *charge = (struct avg_charge){.bytes = {first, asked->bytes - first}, .slice = {a->slice, b->slice}, .gpu = {a->gpu, b->gpu}};
+            return 0;
+        }
+        avg_withdraw(a->account, a->gpu, first, 0);
+    }
+    if (verdict == AVG_NO_SLOT && covers[0].account->ledger)
+        avg_say(process, AVG_SAY_SLOTS, covers[0].account->policy->name, ": no free slot in the ledger (128 processes), VRAM is refused");
+    uint64_t now = avg_now_ms();
+    int retry = process->refused_gpu_id == asked->gpu_id && process->refused_bytes == asked->bytes && now - process->refused_ms < RETRY_MS;
+    if (!retry) avg_deny(covers[0].account, self, covers[0].gpu, asked->bytes);
+    process->refused_gpu_id = retry ? 0 : asked->gpu_id; /* a third attempt is the program's again */
+    process->refused_bytes = asked->bytes;
+    process->refused_ms = now;
+    return -1;
+}
+
+int avg_alloc_memory(int fd, unsigned long request, struct kfd_alloc_memory *asked, avg_request *next) {
+    if (!(asked->flags & KFD_MEMORY_VRAM) || !asked->bytes) return next(fd, request, asked);
+    struct kfd_alloc_memory copy = *asked; /* what is charged is what was looked at */
+    struct avg_cover covers[AVG_MAX_SLICES];
+    struct avg_charge charge;
+    struct avg_process *process = avg_process_enter(0);
+    if (!process) return fail(ENOMEM);
+    if (!process->slice_count && !process->barred) { /* no slice here: not ours to limit */
+        avg_process_leave(process);
+        return next(fd, request, asked);
+    }
+    int count = avg_covers(process, copy.gpu_id, covers, AVG_MAX_SLICES);
+    int refused = process->limit_bad || (count ? charge_slices(process, &copy, covers, count, &charge)
+                                               : charge_foreign(process, &copy, &charge));
+    avg_process_leave(process);
+    if (refused) return fail(ENOMEM);
+
+    int result = next(fd, request, asked), error = errno;
+    charge.handle = asked->handle;
+    process = avg_process_enter(0);
+    if (result) {
+        if (process) {
+            avg_charge_undo(process, &charge, 0);
+            avg_process_leave(process);
+        } /* else the charge stays until the process ends: errs towards the quota */
+        errno = error;
+        return result;
+    }
+    int lost = process ? avg_charge_put(process, &charge) : -1;
+    if (process) {
+        if (lost) {
+            avg_charge_undo(process, &charge, 0);
+            avg_say(process, AVG_SAY_TABLE, "no memory for the table of allocations, VRAM is refused", "");
+        }
+        avg_process_leave(process);
+    }
+    if (lost) { /* memory that could not be given back to the quota when it is freed: better none */
+        struct kfd_free_memory back = {charge.handle};
+        next(fd, KFD_FREE_MEMORY, &back);
+        return fail(ENOMEM);
+    }
+    errno = error;
+    return 0;
+}
+
+int avg_free_memory(int fd, unsigned long request, struct kfd_free_memory *asked, avg_request *next) {
+    struct avg_charge charge;
+    /* The entry is taken out before the memory goes: afterwards another thread may be given the same handle. */
+    uint64_t handle = asked->handle;
+    struct avg_process *process = avg_process_enter(0);
+    if (!process) return next(fd, request, asked);
+    int found = avg_charge_take(process, handle, &charge);
+    avg_process_leave(process);
+    int result = next(fd, request, asked), error = errno;
+    if (!found) return result; /* imported, host memory, or our parent's */
+    process = avg_process_enter(0);
+    if (process) {
+        if (result) avg_charge_put(process, &charge); /* still there */
+        else avg_charge_undo(process, &charge, 1);
+        avg_process_leave(process);
+    }
+    errno = error;
+    return result;
+}
+
+/* ------------------------------------------------------------------------------------------------------- reporting */
+
+static uint64_t total_of(const struct avg_cover *covers, int count, uint64_t physical) {
+    uint64_t total = 0;
+    int oversubscribed = 0;
+    for (int i = 0; i < count; i++) {
+        total = avg_sum(total, covers[i].quota);
+        if (covers[i].entry->flags & AVG_GPU_OVERSUBSCRIBE) oversubscribed = 1;
+    }
+    return oversubscribed ? total : avg_min(total, physical);
+}
+
+int avg_available_memory(int fd, unsigned long request, struct kfd_available_memory *asked, avg_request *next) {
+    int result = next(fd, request, asked), error = errno;
+    if (result) return result;
+    uint32_t gpu_id = asked->gpu_id;
+    struct avg_cover covers[AVG_MAX_SLICES];
+    struct avg_process *process = avg_process_enter(0);
+    if (!process) { /* nothing will be given either */
+        asked->available = 0;
+        return 0;
+    }
+    int count = avg_covers(process, gpu_id, covers, AVG_MAX_SLICES);
+    if (count) {
+        uint64_t room = 0, driver = asked->available;
+        int oversubscribed = 0;
+        for (int i = 0; i < count; i++) {
+            if (covers[i].account->ledger) room = avg_sum(room, avg_less(covers[i].quota, avg_taken(covers[i].account, covers[i].gpu)));
+            if (covers[i].entry->flags & AVG_GPU_OVERSUBSCRIBE) oversubscribed = 1;
+        }
+        uint64_t answer = oversubscribed ? room : avg_min(room, driver);
+        struct avg_seen *seen = avg_seen_of(process, gpu_id);
+        if (seen && seen->shown_total) answer = avg_min(answer, seen->shown_total);
+        if (process->limit_bad) answer = 0;
+        if (answer > RESERVE_FLOOR && !(seen && seen->reserve_taken)) {
+            int kept = 0;
+            for (int i = 0; i < count && !kept; i++)
+                kept = !avg_promise(covers[i].account, &process->self, covers[i].gpu, RESERVE_BYTES, covers[i].quota, RESERVE_MS);
+            if (!kept) answer = RESERVE_FLOOR; /* not enough for the runtime to want its reserve */
+        }
+        asked->available = answer;
+    } else if (process->slice_count || process->barred) {
+        asked->available = process->barred ? 0 : avg_min(asked->available, AVG_FOREIGN_BYTES);
+    }
+    avg_process_leave(process);
+    errno = error;
+    return 0;
+}
+
+uint64_t avg_total_of_node(uint32_t node, uint64_t physical) {
+    struct avg_process *process = avg_process_enter(0);
+    if (!process) return physical;
+    uint64_t total = physical;
+    for (int i = 0; i < process->slice_count; i++) {
+        const struct avg_account *account = &process->slice[i];
+        for (uint32_t gpu = 0; gpu < account->gpu_count; gpu++) {
+            const struct avg_policy_gpu *entry = &account->policy->gpu[gpu];
+            struct avg_cover covers[AVG_MAX_SLICES];
+            if (entry->kfd_node != node) continue;
+            /* Physical from the policy: the file may already be the overlay, which shows one slice's share. */
+            int count = avg_covers(process, entry->kfd_gpu_id, covers, AVG_MAX_SLICES);
+            total = total_of(covers, count, entry->physical_bytes);
+            struct avg_seen *seen = avg_seen_of(process, entry->kfd_gpu_id);
+            if (seen && !seen->shown_total) seen->shown_total = total;
+            if (seen) total = seen->shown_total; /* the runtime asks twice and must be told the same */
+            avg_process_leave(process);
+            return total;
+        }
+    }
+    avg_process_leave(process);
+    return total;
+}
