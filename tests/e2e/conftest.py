@@ -6,14 +6,17 @@ that the tests read like what a user types. Nothing of the machine's own /run, /
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pytest
 
@@ -117,9 +120,68 @@ class Corner:
     def _cgroup(self) -> str:
         return f"amdvgpu-e2e-{self.pid}"
 
+    def start(self, *argv: str, log: Path) -> subprocess.Popen[bytes]:
+        """A process of the corner that goes on; its output goes to ``log``."""
+        with log.open("wb") as out:
+            return subprocess.Popen(
+                self.command(*argv), stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=self._environment()
+            )
+
     def leave(self) -> None:
         self.podman("rm", "--all", "--force")
         self.run("sh", "-c", _CLEAN, self._cgroup)
+
+
+@dataclass(frozen=True)
+class Served:
+    """A corner with the real daemon in it: its default paths, its socket, its CDI file; simulated GPUs."""
+
+    corner: Corner
+    log: Path
+
+    def ctl(self, *argv: str) -> Finished:
+        return self.corner.run(str(BIN / "amdvgpuctl"), *argv)
+
+    def create(self, name: str, *argv: str) -> None:
+        made = self.ctl("slice", "create", name, *argv)
+        assert made.code == 0, made.output
+
+    def usage(self, name: str) -> Any:
+        """The slice as ``amdvgpuctl slice show -o json`` gives it."""
+        shown = self.ctl("slice", "show", name, "-o", "json")
+        assert shown.code == 0, shown.output
+        return json.loads(shown.output)
+
+
+BIN: Final = Path(sys.executable).parent
+SIMULATED: Final = "2*mi300x,rx9070xt"
+PATIENCE_S: Final = 20.0
+"""What is waited for comes within a second or so; on a busy machine later. After this it counts as not come."""
+
+
+def until(what: str, holds: Callable[[], bool]) -> None:
+    """Return as soon as ``holds()``; fail, saying ``what`` was waited for, after PATIENCE_S."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < deadline_s, f"waited {PATIENCE_S:g} s in vain for {what}"
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def served(corner: Corner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("daemon")
+    log = folder / "log"
+    daemon = corner.start(
+        str(BIN / "amdvgpud"), "--simulate", SIMULATED, "--state-dir", str(folder), "--rest-tcp", "", log=log
+    )
+    served = Served(corner, log)
+    try:
+        until("the daemon", lambda: daemon.poll() is not None or served.ctl("gpu", "list").code == 0)
+        assert daemon.poll() is None, log.read_text()
+        yield served
+    finally:
+        daemon.terminate()
+        daemon.wait(timeout=PATIENCE_S)
 
 
 @pytest.fixture(scope="session")
