@@ -448,9 +448,9 @@ class _Scan:
         for (address, index), here in placed.items():
             for node in here:
                 try:
-                    self._check_join(node, address, index, here, devices)
                     if node.number in twice:
                         raise _Refused(twice[node.number])
+                    self._check_join(node, address, index, here, devices)
                 except _Refused as error:
                     self._refuse(address, f"KFD node {node.number}", str(error))
                     continue
