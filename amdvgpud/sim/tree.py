@@ -497,7 +497,6 @@ def _write_pci_device(out: _Writer, gpu: SimGpu, index: int, nodes: Sequence[_No
             ("mem_info_vis_vram_total", str(gpu.vram_bytes)),
             ("mem_info_gtt_total", str(max(GTT_BYTES, gpu.memory_bytes if model.apu else 0))),
             ("mem_info_vis_vram_used", "0"),
-            ("mem_info_gtt_used", "0"),
             ("gpu_busy_percent", "0"),
             ("mem_busy_percent", "0"),
             ("vbios_version", f"113-SOFTKFD-{index:03d}"),
@@ -513,6 +512,7 @@ def _write_pci_device(out: _Writer, gpu: SimGpu, index: int, nodes: Sequence[_No
         ],
     )
     out.file(f"{path}/mem_info_vram_used", "0", _ANYBODY)
+    out.file(f"{path}/mem_info_gtt_used", "0", _ANYBODY)
     if gpu.unique_id:
         out.file(f"{path}/unique_id", f"{gpu.unique_id:016x}")
     if model.modes:
@@ -604,6 +604,8 @@ def _write_softkfd(out: _Writer, nodes: Sequence[_Node]) -> None:
     out.sparse("state", STATE_FILE_BYTES)
     out.file("log.jsonl", "", _ANYBODY)
     out.folder("procs", 0o777)
+    # kfd/proc is by host pid: softkfd writes there only where a pid means the same as here.
+    out.file("pid_namespace", str(os.stat("/proc/self/ns/pid").st_ino))  # noqa: PTH116
     out.file("gpus.conf", "".join(_conf_line(node) for node in nodes))
 
 
