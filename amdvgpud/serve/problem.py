@@ -96,7 +96,6 @@ def refusal_of(error: Exception) -> Refusal | None:
             404: "there is nothing at this path; GET / lists what there is",
             405: "this path does not take that method; the Allow header names those it takes",
             413: "the body is larger than this API takes",
-            417: "the Expect header asks for what this API does not do",
         }
         keep = {k: v for k, v in error.headers.items() if k in ("Allow", "Location")}
         code = "not-found" if error.status == 404 else phrase.lower().replace(" ", "-")

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from amdvgpud.core.errors import HostFailure, Invalid
 from amdvgpud.node import CdiSpecs, Node
@@ -146,7 +146,7 @@ class Api:
         """A fresh application with all routes; for tests, and for :meth:`serve_unix` and its kin."""
         app = web.Application(client_max_size=self._settings.max_body_bytes, middlewares=[self._outermost])
         for route in ROUTES:
-            app.router.add_route(route.method, route.path, self._handler_of(route))
+            app.router.add_route(route.method, route.path, self._handler_of(route), expect_handler=_expect)
         return app
 
     async def serve_unix(self, path: Path | None = None, group: str | None = None, mode: int | None = None) -> None:
@@ -312,6 +312,17 @@ class Api:
         return access.tcp_caller(
             request.headers.get("Authorization"), self._settings.token_file, self._settings.tcp_details
         )
+
+
+async def _expect(request: web.Request) -> web.StreamResponse | None:
+    """aiohttp asks this before any middleware, so that its own refusal would come as plain text."""
+    if request.version < HttpVersion11:
+        return None  # RFC 9110, 10.1.1: an older client's expectation is looked past
+    if request.headers.get("Expect", "").lower() != "100-continue":
+        return problem.response_of(problem.Refusal(417, "expectation-failed", "Expect: only 100-continue is known"))
+    await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    request.writer.output_size = 0  # as aiohttp does: the interim answer is none yet
+    return None
 
 
 def _socket_of(request: web.Request) -> access.Socket | None:
