@@ -617,15 +617,16 @@ def _share_faults(share: Share, partition: Partition, policy: ComputePolicy) -> 
     if not rows.sliceable:
         yield f"{share.partition}: a mask on a partition that cannot be divided"
     body = mask & ~rows.tail_mask
-    complete = body == sum(rows.rows)
+    in_rows = sum(rows.rows)
+    complete = body == in_rows
     if mask != body and not complete:
         yield f"{share.partition}: CUs of the tail without all rows"
     # Engines count by what they have of the rows: the tail is uneven by nature, and only the owner of all has it.
     step = 2 if layout.wgp else 1
     slack = {ComputePolicy.BALANCED: 0, ComputePolicy.SHARED: 0, ComputePolicy.FINE: step}.get(policy)
     if slack is not None and not complete:
-        living = [engine for xcc in cumask.engine_masks(layout) for engine in xcc if engine]
-        least, most = (f((body & engine).bit_count() for engine in living) for f in (min, max))
+        living = [engine for xcc in cumask.engine_masks(layout) for engine in xcc if engine & in_rows]
+        least, most = (f(((body & engine).bit_count() for engine in living), default=0) for f in (min, max))
         if most - least > slack:
             yield f"{share.partition}: policy {policy.value} with {least} to {most} CUs an engine"
 
