@@ -6,8 +6,10 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import click.testing
@@ -20,9 +22,29 @@ from tests.ctl.stand_ins import Ctl, FakeDaemon, Granted, Handler, Server, Start
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@contextmanager
+def _public_folder() -> Iterator[Path]:
+    """A folder that other users can pass through, which pytest's own are not; short, as a socket's path must be."""
+    with tempfile.TemporaryDirectory(prefix="avg") as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
 @pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
-    path = tmp_path / "api.sock"
+def public() -> Iterator[Path]:
+    with _public_folder() as folder:
+        yield folder
+
+
+@pytest.fixture(scope="session")
+def public_all_along() -> Iterator[Path]:
+    with _public_folder() as folder:
+        yield folder
+
+
+@pytest.fixture
+def daemon(public: Path) -> Iterator[FakeDaemon]:
+    path = public / "api.sock"
     with Server(str(path), Handler) as server:
         path.chmod(0o666)
         server.daemon = FakeDaemon(str(path))
@@ -71,14 +93,13 @@ def start() -> Iterator[Start]:
 
 
 @pytest.fixture(scope="session")
-def stand_in_gate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def stand_in_gate(public_all_along: Path) -> Path:
     """A library that does what the gate does for these tests: it says into the slice's ledger that it was loaded.
 
     It looks for policies where the gate does: below /run/amdvgpu, else in AMDVGPU_SLICE_DIR.
     """
-    folder = tmp_path_factory.mktemp("gate")
-    for directory in (folder, *folder.parents[:2]):
-        directory.chmod(0o755)
+    folder = public_all_along / "gate"
+    folder.mkdir(mode=0o755)
     (folder / "gate.c").write_text(
         """
         #include <dirent.h>
@@ -113,11 +134,9 @@ def stand_in_gate(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def granted(daemon: FakeDaemon, tmp_path: Path, stand_in_gate: Path) -> Granted:
-    home = tmp_path / "slices" / "alice"
-    (home / "guest").mkdir(parents=True)
-    for directory in (home / "guest", home, home.parent, tmp_path, *tmp_path.parents[:2]):
-        directory.chmod(0o755)
+def granted(daemon: FakeDaemon, public: Path, stand_in_gate: Path) -> Granted:
+    home = public / "slices" / "alice"
+    (home / "guest").mkdir(parents=True, mode=0o755)
     (home / "guest" / "policy").write_text("policy")
     (home / "guest" / "policy").chmod(0o444)
     ledger = home / "guest" / "ledger"
