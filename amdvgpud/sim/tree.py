@@ -99,6 +99,8 @@ def build_tree(simulation: Simulation, root: Path, *, xcp_separator: str = "_") 
     """
     label = f"layout {LAYOUT}, xcp{xcp_separator}\n" + "".join(f"{gpu}\n" for gpu in simulation.gpus)
     mark = root / "simulation"
+    server = any(gpu.model.modes or gpu.model.hive_size for gpu in simulation.gpus)
+    nodes, xcps = _number(simulation, int(server), xcp_separator)
     try:
         if mark.is_file() and mark.read_text() == label:
             return False
@@ -112,7 +114,7 @@ def build_tree(simulation: Simulation, root: Path, *, xcp_separator: str = "_") 
                 shutil.rmtree(leftover)
         new.mkdir(parents=True)
         new.chmod(0o755)
-        _write_machine(_Writer(str(new)), simulation, xcp_separator)
+        _write_machine(_Writer(str(new)), simulation, nodes, xcps, with_bmc=server)
         # Last: a tree without its mark is one that somebody did not finish, and is never taken for a machine.
         (new / "simulation").write_text(label)
         if root.exists():
@@ -179,11 +181,11 @@ def _properties(pairs: Iterable[tuple[str, int | str]]) -> str:
 # ------------------------------------------------------------------------------------------------------ the machine
 
 
-def _write_machine(out: _Writer, simulation: Simulation, xcp_separator: str) -> None:
-    server = any(g.model.modes or g.model.hive_size for g in simulation.gpus)
-    if server:
+def _write_machine(
+    out: _Writer, simulation: Simulation, nodes: Sequence[_Node], xcps: Sequence[_Xcp], *, with_bmc: bool
+) -> None:
+    if with_bmc:
         _write_bmc(out)
-    nodes, xcps = _number(simulation, int(server), xcp_separator)
     _write_kfd(out, nodes)
     for index, gpu in enumerate(simulation.gpus):
         _write_pci_device(out, gpu, index, [n for n in nodes if n.gpu_index == index])
