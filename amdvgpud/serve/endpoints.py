@@ -180,20 +180,20 @@ class Endpoints:
     # ---------------------------------------------------------------------------------------------------- slices
 
     async def list_slices(self, call: Call, query: routes.SliceQuery) -> Reply:
-        if query.since is not None:
+        wait_s = routes.parse_duration_s(query.wait, self._max_wait_s)
+        if query.since is not UNSET:
             since = query.since
-            wait_s = routes.parse_duration_s(query.wait, self._max_wait_s)
             await self._watchers.wait_until(lambda: self._node.view().book.revision != since, wait_s)
         view = self._node.view()
         on = None
-        if query.gpu is not None:
+        if query.gpu is not UNSET:
             on = {p.id for p in _resolve(view, query.gpu, "gpu")}
-        after = None if query.cursor is None else _name_of_cursor(query.cursor)
+        after = None if query.cursor is UNSET else _name_of_cursor(query.cursor)
         found = [
             item
             for item in views.slice_views(view, self._about.cdi_kind)
             if (after is None or item.name > after)
-            and (query.state is None or item.state == query.state)
+            and (query.state is UNSET or item.state == query.state)
             and (on is None or any(s.partition in on for s in item.shares))
         ]
         page, more = found[: query.limit], len(found) > query.limit
@@ -406,11 +406,11 @@ class Endpoints:
     async def get_events(self, call: Call, query: routes.EventQuery) -> Reply | web.StreamResponse:
         headers = call.request.headers
         details = call.caller.may_see_details
-        if routes.JSON not in headers.get("Accept", ""):
-            last = headers.get("Last-Event-ID", None if query.since is None else str(query.since))
-            return await self._watchers.stream(call.request, last, details=details)
         wait_s = routes.parse_duration_s(query.wait, self._max_wait_s)
-        since = self._node.events_since(0)[1] if query.since is None else query.since
+        if routes.JSON not in headers.get("Accept", ""):
+            last = headers.get("Last-Event-ID", None if query.since is UNSET else str(query.since))
+            return await self._watchers.stream(call.request, last, details=details)
+        since = self._node.events_since(0)[1] if query.since is UNSET else query.since
         await self._watchers.wait_until(lambda: self._node.events_since(since)[1] != since, wait_s)
         events, last_id, resync = self._node.events_since(since)
         return Reply(

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
 from aiohttp import web
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from amdvgpud.core import wire
 from amdvgpud.core.errors import FieldError
@@ -51,17 +51,24 @@ class DeleteQuery(ChangeQuery, forbid_unknown_fields=True):
     force: Annotated[bool, Meta(description="though processes run in it or a lease holds it")] = False
 
 
+# Optional parameters are unset rather than None: msgspec takes the text "null" for None, and a query has no null.
+
+
 class SliceQuery(Struct, forbid_unknown_fields=True):
     limit: Annotated[int, Meta(ge=1, le=500, description="at most so many at once")] = 500
-    cursor: Annotated[str, Meta(description="`next_cursor` of the answer before")] | None = None
-    gpu: Annotated[str, Meta(description="only slices on this GPU or partition, in any form of its name")] | None = None
-    state: wire.SliceState | None = None
-    since: Annotated[int, Meta(ge=0, description="answer when the revision is another one than this")] | None = None
+    cursor: Annotated[str, Meta(description="`next_cursor` of the answer before")] | UnsetType = UNSET
+    gpu: (
+        Annotated[str, Meta(description="only slices on this GPU or partition, in any form of its name")] | UnsetType
+    ) = UNSET
+    state: wire.SliceState | UnsetType = UNSET
+    since: Annotated[int, Meta(ge=0, description="answer when the revision is another one than this")] | UnsetType = (
+        UNSET
+    )
     wait: Annotated[Duration, Meta(description="with `since`: at most so long")] = "0s"
 
 
 class EventQuery(Struct, forbid_unknown_fields=True):
-    since: Annotated[int, Meta(ge=0, description="events after this id; without it, from now on")] | None = None
+    since: Annotated[int, Meta(ge=0, description="events after this id; without it, from now on")] | UnsetType = UNSET
     wait: Annotated[Duration, Meta(description="JSON only: wait at most so long for the first event")] = "0s"
 
 
@@ -230,8 +237,5 @@ def _query_parameters(shape: type[Struct]) -> list[dict[str, Any]]:
     properties = schemas[shape.__name__].get("properties", {})
     parameters = []
     for name, schema in properties.items():
-        options = [o for o in schema.get("anyOf", [schema]) if o.get("type") != "null"]
-        # A query has no null: an optional parameter is one that may be left out.
-        plain = {k: v for k, v in (options[0] if len(options) == 1 else schema).items() if v is not None}
-        parameters.append({"name": name, "in": "query", "required": False, "schema": plain})
+        parameters.append({"name": name, "in": "query", "required": False, "schema": schema})
     return parameters
