@@ -114,9 +114,10 @@ def build_tree(simulation: Simulation, root: Path, *, xcp_separator: str = "_") 
                 shutil.rmtree(leftover)
         new.mkdir(parents=True)
         new.chmod(0o755)
-        _write_machine(_Writer(str(new)), simulation, nodes, xcps, with_bmc=server)
+        out = _Writer(str(new))
+        _write_machine(out, simulation, nodes, xcps, with_bmc=server)
         # Last: a tree without its mark is one that somebody did not finish, and is never taken for a machine.
-        (new / "simulation").write_text(label)
+        out.file("simulation", label)
         if root.exists():
             root.rename(old)
         new.rename(root)
