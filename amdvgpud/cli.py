@@ -216,6 +216,8 @@ class Daemon:
             simulated=s.simulate or None,
             config=lambda: shown(self._settings),
             reload=self.reload,
+            preload=self._parts.preload,
+            environment={"SOFTKFD_ROOT": str(self._parts.simulated_root)} if self._parts.simulated_root else {},
         )
 
     async def _open_doors(self, api: Api) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any, Final, NamedTuple
@@ -63,6 +63,10 @@ class About:
     simulated: str | None
     config: Callable[[], Mapping[str, object]]
     """Settings fit for showing: without secrets."""
+    preload: Sequence[PurePath] = ()
+    """Libraries that a process in a slice preloads, in order."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """What it needs to find in its environment besides the slice's own: a simulated machine's root."""
 
 
 class Endpoints:
@@ -379,7 +383,14 @@ class Endpoints:
         return Reply(None, 204)
 
     def _lease_view(self, call: Call, view: NodeView, lease: Lease) -> wire.LeaseView:
-        return views.lease_view(view, lease, self._about.run_dir, details=call.caller.may_see_details)
+        return views.lease_view(
+            view,
+            lease,
+            self._about.run_dir,
+            details=call.caller.may_see_details,
+            preload=self._about.preload,
+            environment_of_machine=self._about.environment,
+        )
 
     def _lease_reply(self, call: Call, view: NodeView, lease: Lease) -> Reply:
         return Reply(self._lease_view(call, view, lease), revision=view.book.revision)

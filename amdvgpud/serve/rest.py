@@ -22,7 +22,7 @@ import secrets
 import socket
 import stat
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -107,9 +107,12 @@ class Api:
         reload: Callable[[], Awaitable[None]] | None = None,
         now_s: Callable[[], float] = time.time,
         new_name: Callable[[], str] = lambda: f"lease-{secrets.token_hex(4)}",
+        preload: Sequence[Path] = (),
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         """``cdi`` is asked only what it would write. ``process_of`` reads /proc: None where there is no such process.
 
+        ``preload`` and ``environment`` are what a process in any slice of this machine needs besides the slice's own.
         ``config`` gives the settings to show; ``reload`` None: look at the machine again and reconcile.
         """
         self._settings = settings
@@ -123,7 +126,9 @@ class Api:
             with metrics.reconcile():
                 await node.rescan()
 
-        about = About(version, run_dir, cdi_kind, simulated, lambda: _without_secrets(config()))
+        about = About(
+            version, run_dir, cdi_kind, simulated, lambda: _without_secrets(config()), preload, environment or {}
+        )
         self._endpoints = Endpoints(
             node,
             cdi,

@@ -210,7 +210,16 @@ def process_list(view: NodeView, item: Slice) -> wire.ProcessList:
     )
 
 
-def lease_view(view: NodeView, lease: Lease, run_dir: PurePath, *, details: bool) -> wire.LeaseView:
+def lease_view(
+    view: NodeView,
+    lease: Lease,
+    run_dir: PurePath,
+    *,
+    details: bool,
+    preload: Sequence[PurePath] = (),
+    environment_of_machine: Mapping[str, str] = MappingProxyType({}),
+) -> wire.LeaseView:
+    """``preload`` and ``environment_of_machine``: what every process in a slice of this machine needs to find."""
     try:
         # A lease's process runs on the host, where it sees all GPUs.
         environment = slice_environment(view.book.slices[lease.slice], view.inventory, all_nodes_visible=True)
@@ -225,7 +234,8 @@ def lease_view(view: NodeView, lease: Lease, run_dir: PurePath, *, details: bool
         expires_s=lease.expires_s,
         ephemeral=lease.ephemeral,
         slice_dir=str(run_dir / "slices" / lease.slice),
-        environment=environment,
+        environment={**environment_of_machine, **environment},
+        preload=[str(path) for path in preload],
     )
 
 
