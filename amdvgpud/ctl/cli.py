@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
@@ -526,6 +528,10 @@ def _run_leased(
     try:
         preload = tuple(Path(p) for p in lease.preload) or (gate_library(),)
         grant = Grant(lease.slice, Path(lease.slice_dir) / "guest", lease.environment, preload)
+        if not os.access(grant.guest / "policy", os.R_OK):
+            # Refused here, in words: the gate would refuse all VRAM for want of a policy.
+            why = f"slice {lease.slice} belongs to another user: uid {os.geteuid()} cannot read {grant.guest}"
+            raise _Failed(f"{why}. Let its owner or root run the command", NOT_PERMITTED)
         view, _ = client.get(f"/v1/slices/{part(lease.slice)}", wire.SliceView)
         what = f"slice {lease.slice}: {show.amounts(view.shares)}"
         return _run(grant, program, command, deliver, ttl_s, "" if quiet else what, view.enforced_by)
@@ -688,6 +694,16 @@ def completion(shell: str) -> None:
 def main() -> NoReturn:
     """The console script. Ends by ``sys.exit`` with one of ``EXIT_CODES``; never by a traceback."""
     try:
-        cli.main(prog_name="amdvgpuctl")
-    except KeyboardInterrupt:
-        sys.exit(130)
+        code = cli.main(prog_name="amdvgpuctl", standalone_mode=False)
+    except click.ClickException as e:
+        e.show()
+        sys.exit(e.exit_code)
+    except click.Abort:
+        sys.exit(128 + signal.SIGINT)
+    except Exception as e:
+        # A fault of ours. The line says where, for the report; what lies above it is of no use to who reads it here.
+        at = traceback.extract_tb(e.__traceback__)[-1]
+        where = f"{os.path.basename(at.filename)}:{at.lineno}"  # noqa: PTH119
+        click.echo(f"amdvgpuctl: this is a fault of the program: {type(e).__name__}: {e} ({where})", err=True)
+        sys.exit(REFUSED)
+    sys.exit(code if isinstance(code, int) else OK)

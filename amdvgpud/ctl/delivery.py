@@ -71,6 +71,9 @@ def deliver_by_mounts(grant: Grant) -> None:
     _mount(None, Path("/"), None, _MS_REC | _MS_PRIVATE)
     try:
         GUEST_ROOT.mkdir(mode=0o755, exist_ok=True)
+    except OSError as e:
+        raise CannotDeliver(f"{GUEST_ROOT} is not there to mount on; root makes it: mkdir {GUEST_ROOT}") from e
+    try:
         # Held by descriptor, as the mounts below hide the paths. An outer slice stays in force within this one.
         outer = {p.name: os.open(p, os.O_PATH | os.O_CLOEXEC) for p in GUEST_ROOT.iterdir() if p.name != grant.slice}
         guest = os.open(grant.guest, os.O_PATH | os.O_CLOEXEC)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from amdvgpud.core.model import Holder
+from amdvgpud.core.model import Holder, Inventory, Slice
 from amdvgpud.host.procs import process_alive, start_ticks
 from amdvgpud.node import Node
 from amdvgpud.serve.endpoints import Process
@@ -45,17 +45,31 @@ def _process_of(pid: int) -> Process | None:
     return None if ticks is None else Process(os.getuid(), ticks)
 
 
+@dataclass
+class FilesWithPolicy(MemoryFiles):
+    """Stand-in files of which the policy can be read, as amdvgpuctl makes sure before it runs anything."""
+
+    slices: Path = Path()
+
+    def write(self, item: Slice, inventory: Inventory) -> None:
+        super().write(item, inventory)
+        guest = self.slices / item.name / "guest"
+        guest.mkdir(parents=True, exist_ok=True)
+        (guest / "policy").touch()
+
+
 @pytest.fixture
 async def say() -> AsyncIterator[Say]:
     """``say("slice list")``: amdvgpuctl with these words, in a process of its own, at a daemon of this test."""
     with tempfile.TemporaryDirectory(prefix="avg") as folder:  # not tmp_path: a socket's path has to fit 108 bytes
         run_dir = Path(folder)
         sysfs, cdi = StillSysfs(an_inventory(2)), MemoryCdi()
+        files = FilesWithPolicy(slices=run_dir / "slices")
 
         def alive(holder: Holder) -> bool:
             return process_alive(holder)
 
-        node = Node(sysfs, MemoryJournal(), MemoryFiles(), cdi, now_s=lambda: 1_700_000_000.0, process_alive=alive)
+        node = Node(sysfs, MemoryJournal(), files, cdi, now_s=lambda: 1_700_000_000.0, process_alive=alive)
         metrics = Metrics(
             sysfs,
             version="1.2.3",

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 
 from amdvgpud.core import wire
 from amdvgpud.ctl import show
-from amdvgpud.ctl.cli import EXIT_CODES, cli
+from amdvgpud.ctl.cli import EXIT_CODES, cli, main
 from tests.ctl.stand_ins import GIB, GPU_ID, PARTITION, Ctl, FakeDaemon, Start, share, slice_view
 
 
@@ -467,6 +467,34 @@ def test_a_reader_that_has_seen_enough_is_no_error(daemon: FakeDaemon, start: St
     _, err = process.communicate(timeout=60)
     assert err == ""
     assert process.returncode != 0
+
+
+def test_a_fault_of_the_program_is_one_line_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("by nought")
+
+    monkeypatch.setattr(cli, "main", fails)
+    with pytest.raises(SystemExit) as end:
+        main()
+    err = capsys.readouterr().err
+    assert end.value.code == 1
+    assert err.startswith(
+        "amdvgpuctl: this is a fault of the program: ZeroDivisionError: by nought (test_ctl_commands.py:"
+    )
+    assert err.count("\n") == 1
+
+
+def test_an_interrupted_follower_ends_quietly_with_130(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("amdvgpud.ctl.client.Client.get", interrupted)
+    monkeypatch.setattr(sys, "argv", ["amdvgpuctl", "--socket", daemon.socket, "events", "-f"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 130
 
 
 # ----------------------------------------------------------------------------------------------------- help, shells

@@ -6,9 +6,11 @@ A stand-in gate writes into the ledger that it was loaded; ``test_run_gate.py`` 
 from __future__ import annotations
 
 import os
+import pty
 import select
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -127,12 +129,53 @@ def test_an_executable_that_exec_refuses_is_126_and_the_lease_is_released(
     assert daemon.requests[-1] == ("DELETE", "/v1/leases/lease-1")
 
 
+TELL = """
+import signal
+wanted = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
+signal.pthread_sigmask(signal.SIG_BLOCK, wanted)
+print("ready", flush=True)
+while (got := signal.Signals(signal.sigwait(wanted))) != signal.SIGUSR1:
+    print(got.name, flush=True)
+raise SystemExit(5)
+"""
+"""Names each signal that comes, until SIGUSR1: what came twice shows before the end."""
+
+
 def test_a_signal_sent_to_amdvgpuctl_reaches_the_command_once(granted: Granted, start: Start) -> None:
-    script = 'trap "echo got it; exit 5" TERM; echo ready; while :; do read -r _ < /dev/zero; done'
-    process = start(*granted.options, "-q", "--deliver", "environment", "--", "bash", "-c", script)
+    process = start(*granted.options, "-q", "--deliver", "environment", "--", sys.executable, "-c", TELL)
     assert first_line(process) == "ready\n"
     process.terminate()
-    assert end_of(process) == (5, "got it\n", "")
+    assert first_line(process) == "SIGTERM\n"
+    process.send_signal(signal.SIGUSR1)
+    assert end_of(process) == (5, "", "")
+
+
+def test_control_c_at_the_terminal_reaches_the_command_once(granted: Granted) -> None:
+    """The terminal sends it to both; were it passed on too, the command would see it a second time before SIGUSR1."""
+    master, slave = pty.openpty()
+    run = [sys.executable, "-c", "from amdvgpud.ctl.cli import main; main()", *granted.options, "-q"]
+    with subprocess.Popen(
+        ["setsid", "--ctty", *run, "--deliver", "environment", "--", sys.executable, "-c", TELL],
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
+    ) as process:
+        os.close(slave)
+        with os.fdopen(master, "r+b", buffering=0) as terminal:
+
+            def line() -> bytes:
+                return b"".join(iter(lambda: terminal.read(1), b"\n"))
+
+            assert line() == b"ready\r"
+            terminal.write(b"\x03")
+            assert line() == b"^CSIGINT\r"
+            process.send_signal(signal.SIGUSR1)
+            assert process.wait(timeout=60) == 5
+            with pytest.raises(
+                OSError, match="Input/output error"
+            ):  # the end of a terminal; a second name would be here
+                terminal.read(1)
 
 
 def test_a_command_without_a_handler_dies_of_the_signal(granted: Granted, daemon: FakeDaemon, start: Start) -> None:
@@ -180,6 +223,17 @@ def test_the_commands_own_code_stands_when_the_release_fails(
     daemon.refuses("DELETE", "/v1/leases/lease-1", 404, "lease-1 has ended", [])
     code, _, err = end_of(start(*granted.options, "--deliver", "environment", "--", "sh", "-c", "exit 3"))
     assert (code, err) == (3, f"{BY_ENVIRONMENT}amdvgpuctl: lease lease-1 was not released: lease-1 has ended\n")
+
+
+@pytest.mark.root
+def test_a_slice_whose_files_belong_to_another_user_is_not_run_in(
+    granted: Granted, daemon: FakeDaemon, start: Start
+) -> None:
+    Path(granted.lease.slice_dir).chmod(0o700)
+    code, out, err = end_of(start(*granted.options, "--", "echo", "never", prefix=AS_USER))
+    assert (code, out, err.count("\n")) == (4, "", 1)
+    assert "slice alice belongs to another user: uid 1000 cannot read" in err
+    assert daemon.requests[-1] == ("DELETE", "/v1/leases/lease-1")
 
 
 # ------------------------------------------------------------------------------------------- what the gate cannot reach
