@@ -6,8 +6,9 @@ can hide take ``details``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import PurePath
+from types import MappingProxyType
 
 from amdvgpud.core import cumask, wire
 from amdvgpud.core.compute import format_compute
