@@ -6,7 +6,7 @@ can hide take ``details``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePath
 from types import MappingProxyType
 
