@@ -6,6 +6,7 @@ that the tests read like what a user types. Nothing of the machine's own /run, /
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import amdvgpud._abi
 import pytest
 
 from amdvgpud.core.model import Book, Compute, ComputePolicy, Inventory, Request, Slice, slice_name
@@ -30,7 +32,7 @@ IMAGE = "localhost/glibc:1"
 STATIC_IMAGE = "localhost/static:1"
 
 _PROGRAMS: Final = """
-    bash cat chmod cp dd env grep head id ln ls mknod mount mv od rm setpriv sh sleep stat su timeout touch true
+    bash cat chmod cp dd env grep head id ln ls mkdir mknod mount mv od rm setpriv sh sleep stat su timeout touch true
     truncate umount
 """
 
@@ -50,6 +52,7 @@ if [ "$CGROUPS" = hugetlb ]; then
   mountpoint -q /run/cgroup/hugetlb || mount -t cgroup -o hugetlb hugetlb /run/cgroup/hugetlb
   mount --move /run/cgroup /sys/fs/cgroup
 fi
+mount --make-shared /run
 echo ready
 while read -r _; do :; done
 """
@@ -59,6 +62,7 @@ while read -r _; do :; done
 The folder for that controller is made on a tmpfs of our own: on the machine's, other runtimes would take it for one.
 """
 
+_OWN_PROC: Final = 'mount -t proc proc /proc && exec "$@"'
 _CLEAN: Final = "find /sys/fs/cgroup/*/$0 -depth -type d -exec rmdir {} +"
 
 
@@ -120,11 +124,16 @@ class Corner:
     def _cgroup(self) -> str:
         return f"amdvgpu-e2e-{self.pid}"
 
-    def start(self, *argv: str, log: Path) -> subprocess.Popen[bytes]:
-        """A process of the corner that goes on; its output goes to ``log``."""
+    def start_outside(self, *argv: str, log: Path) -> subprocess.Popen[bytes]:
+        """A process that sees the corner's files but all pids of the machine, as a service of the host does.
+
+        Its mounts below /run are the corner's too. It ends with this process; its output goes to ``log``.
+        """
+        enter = ("nsenter", f"--target={self.pid}", "--mount", "--ipc", "--", "setpriv", "--pdeathsig=KILL", "--")
+        own_proc = ("unshare", "--mount", "--propagation=unchanged", "sh", "-c", _OWN_PROC, "sh")
         with log.open("wb") as out:
             return subprocess.Popen(
-                self.command(*argv), stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=self._environment()
+                [*enter, *own_proc, *argv], stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=self._environment()
             )
 
     def leave(self) -> None:
@@ -146,6 +155,18 @@ class Served:
         made = self.ctl("slice", "create", name, *argv)
         assert made.code == 0, made.output
 
+    @staticmethod
+    def eventually(what: Callable[[], Any], wanted: Any) -> None:
+        """Wait until ``what()`` is ``wanted``; fail with what it was instead."""
+        with contextlib.suppress(AssertionError):
+            until("", lambda: what() == wanted)
+        assert what() == wanted
+
+    def settle(self) -> None:
+        """Wait until the daemon has seen that nobody is left in any slice."""
+        listed = ("slice", "list", "-o", "json")
+        self.eventually(lambda: sum(s["processes"] for s in json.loads(self.ctl(*listed).output)["slices"]), 0)
+
     def usage(self, name: str) -> Any:
         """The slice as ``amdvgpuctl slice show -o json`` gives it."""
         shown = self.ctl("slice", "show", name, "-o", "json")
@@ -155,6 +176,8 @@ class Served:
 
 BIN: Final = Path(sys.executable).parent
 SIMULATED: Final = "2*mi300x,rx9070xt"
+TICK_S: Final = 0.2
+"""Shorter than the default: what dead processes of a container held comes back with the daemon's next look."""
 PATIENCE_S: Final = 20.0
 """What is waited for comes within a second or so; on a busy machine later. After this it counts as not come."""
 
@@ -167,21 +190,33 @@ def until(what: str, holds: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-@pytest.fixture(scope="module")
-def served(corner: Corner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    folder = tmp_path_factory.mktemp("daemon")
+def _serve(corner: Corner, folder: Path) -> Iterator[Served]:
     log = folder / "log"
-    daemon = corner.start(
-        str(BIN / "amdvgpud"), "--simulate", SIMULATED, "--state-dir", str(folder), "--rest-tcp", "", log=log
-    )
+    options = ("--simulate", SIMULATED, "--state-dir", str(folder), "--rest-tcp", "", "--tick-s", str(TICK_S))
+    daemon = corner.start_outside(str(BIN / "amdvgpud"), *options, log=log)
     served = Served(corner, log)
     try:
         until("the daemon", lambda: daemon.poll() is not None or served.ctl("gpu", "list").code == 0)
         assert daemon.poll() is None, log.read_text()
+        served.create("alice", "--gpu", "0", "--vram", "4GiB", "--compute", "25%")
+        served.create("bob", "--gpu", "2", "--vram", "2GiB", "--compute", "50%")
+        served.create("carol", "--gpu", "0", "--vram", "1GiB", "--compute", "32")
+        served.create("pair", "--gpu", "1", "--gpu", "2", "--vram", "1GiB", "--compute", "25%")
         yield served
     finally:
         daemon.terminate()
         daemon.wait(timeout=PATIENCE_S)
+
+
+@pytest.fixture(scope="module")
+def served(corner: Corner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """The daemon, with alice and carol on one MI300X, bob on the Radeon, pair on the other MI300X and the Radeon."""
+    yield from _serve(corner, tmp_path_factory.mktemp("daemon"))
+
+
+@pytest.fixture(scope="module")
+def crun_served(crun_corner: Corner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    yield from _serve(crun_corner, tmp_path_factory.mktemp("daemon"))
 
 
 @pytest.fixture(scope="session")
@@ -218,6 +253,7 @@ def glibc_tar(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (root / folder).mkdir(parents=True, exist_ok=True)
     (root / "tmp").chmod(0o1777)
     wanted = [Path(found) for name in _PROGRAMS.split() if (found := shutil.which(name))]
+    wanted.append(Path(amdvgpud._abi.__file__).with_name("kfdclient"))
     for program in wanted:
         shutil.copy2(program, root / "bin" / program.name)
     for library in sorted({lib for program in wanted for lib in _libraries(program)}):
