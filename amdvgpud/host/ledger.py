@@ -39,6 +39,7 @@ from amdvgpud.core.model import (
     SliceName,
     Usage,
 )
+from amdvgpud.core.render import slice_environment
 
 log = logging.getLogger(__name__)
 
@@ -134,7 +135,7 @@ def _make(
     inventory: Inventory,
     sysfs_root: Path,
 ) -> None:
-    environment = _environment(item, inventory)
+    environment = slice_environment(item, inventory)
     words = _policy_words(item, placed, environment)
     words[_SLICE_KEY] = secrets.randbits(64) | 1
     directory.mkdir()
@@ -155,7 +156,7 @@ def _update(
     inventory: Inventory,
     sysfs_root: Path,
 ) -> None:
-    environment = _environment(item, inventory)
+    environment = slice_environment(item, inventory)
     words = _policy_words(item, placed, environment)
     with _opened_to_write(directory / "policy") as fd, mmap.mmap(fd, lib.AVG_POLICY_BYTES) as mapped:
         now = memoryview(mapped[:]).cast("Q")
@@ -199,15 +200,6 @@ def _serves(directory: Path, placed: Sequence[tuple[Share, Partition]]) -> bool:
     if policy is None or not stat.S_ISREG(_mode(directory / "ledger")):
         return False
     return [g.kfd_gpu_id for g in policy.gpus] == [p.kfd_gpu_id for _, p in placed]
-
-
-def _environment(item: Slice, inventory: Inventory) -> dict[str, str]:
-    try:
-        from amdvgpud.core.render import slice_environment  # type: ignore[import-not-found, unused-ignore]
-    except ImportError:
-        return {}
-    environment: dict[str, str] = slice_environment(item, inventory)
-    return environment
 
 
 def _mem_banks(share: Share, partition: Partition, sysfs_root: Path) -> bytes:

@@ -164,6 +164,7 @@ static int claim(struct avg_account *account, const struct avg_identity *self) {
     if (still_ours(account)) return 1;
     account->owner = 0;
     avg_forget_past_image(account, self);
+    reclaim(account, self); /* a new process starts from what the living hold, and low slots keep the sums short */
     for (int pass = 0; pass < 2; pass++) {
         for (uint32_t i = 0; i < AVG_SLOTS; i++) {
             struct avg_slot *slot = avg_slot_at(account->ledger, account->gpu_count, i);
@@ -185,25 +186,33 @@ struct sums {
     int lower;          /* a slot below ours has announced something */
 };
 
-/* What an earmark is worth at this moment. The clock is read only where there is one: it is a system call. */
-static uint64_t promised(uint64_t earmark) {
-    if (!earmark || earmark >> AVG_EARMARK_MS_SHIFT <= avg_now_ms()) return 0;
-    return (earmark & AVG_EARMARK_MIB_MASK) << 20;
+/* What an earmark is worth at this moment. The clock is read only where there is one: it is a system call. One that is
+ * over is taken away by whoever sees it (its owner may be dead, and would make every sum slow). */
+static uint64_t promised(struct avg_cell *cell) {
+    uint64_t earmark = AVG_LOAD(&cell->earmark);
+    if (__builtin_expect(!earmark, 1)) return 0;
+    if (earmark >> AVG_EARMARK_MS_SHIFT > avg_now_ms()) return (earmark & AVG_EARMARK_MIB_MASK) << 20;
+    __atomic_compare_exchange_n(&cell->earmark, &earmark, 0, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+    return 0;
 }
 
 static struct sums look(const struct avg_account *account, uint32_t gpu) {
     struct sums sums = {0, 0, 0};
     size_t stride = avg_slot_bytes(account->gpu_count);
-    const struct avg_cell *cell = avg_cell_at(avg_slot_at(account->ledger, account->gpu_count, 0), gpu);
+    struct avg_cell *cell = avg_cell_at(avg_slot_at(account->ledger, account->gpu_count, 0), gpu);
     uint32_t count = touched(account->ledger), own = account->owner ? account->slot : AVG_SLOTS;
-    for (uint32_t i = 0; i < count; i++, cell = (const struct avg_cell *)((const char *)cell + stride)) {
-        uint64_t pending = AVG_LOAD(&cell->pending), earmark = AVG_LOAD(&cell->earmark);
-        if (i != own) sums.used = avg_sum(sums.used, promised(earmark));
+    for (uint32_t i = 0; i < count; i++, cell = (struct avg_cell *)((char *)cell + stride)) {
+        uint64_t pending = AVG_LOAD(&cell->pending);
+        if (i != own) sums.used = avg_sum(sums.used, promised(cell));
         if (pending && i < own) sums.lower = 1;
         sums.pending = avg_sum(sums.pending, pending);
         sums.used = avg_sum(sums.used, AVG_LOAD(&cell->used)); /* last: see the head of this file */
     }
     return sums;
+}
+
+int avg_settle(struct avg_account *account, const struct avg_identity *self) {
+    return account->ledger && claim(account, self) ? 0 : -1;
 }
 
 uint64_t avg_taken(const struct avg_account *account, uint32_t gpu) {
@@ -307,9 +316,9 @@ int avg_promise(struct avg_account *account, const struct avg_identity *self, ui
 int avg_redeem(struct avg_account *account, uint32_t gpu, uint64_t bytes) {
     if (!account->ledger || !still_ours(account)) return -1;
     struct avg_cell *cell = own_cell(account, gpu);
-    if (promised(AVG_LOAD(&cell->earmark)) < bytes) return -1;
+    if (promised(cell) < bytes) return -1;
     __atomic_fetch_add(&cell->used, bytes, __ATOMIC_SEQ_CST);
-    int stood = promised(AVG_LOAD(&cell->earmark)) >= bytes;
+    int stood = promised(cell) >= bytes;
     if (!stood) __atomic_fetch_sub(&cell->used, bytes, __ATOMIC_SEQ_CST);
     AVG_STORE(&cell->earmark, 0);
     if (!stood) return -1;

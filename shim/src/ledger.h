@@ -24,6 +24,10 @@ struct avg_account {
     uint64_t held[AVG_MAX_GPUS];            /* what we charged: restored if the slot is lost */
 };
 
+/* Have a slot, clearing those of the dead when a new one is taken. Not 0: there is none. The calls below do it themselves
+ * where they need one. */
+int avg_settle(struct avg_account *account, const struct avg_identity *self);
+
 enum avg_verdict { AVG_ADMITTED, AVG_OVER, AVG_NO_SLOT, AVG_BUSY };
 
 /* Charge `bytes` of GPU `gpu` (its index in the policy) against `quota`. Whatever else happens, the sum of all charges of

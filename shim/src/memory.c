@@ -172,7 +172,7 @@ int avg_available_memory(int fd, unsigned long request, struct kfd_available_mem
         uint64_t room = 0, driver = asked->available;
         int oversubscribed = 0;
         for (int i = 0; i < count; i++) {
-            if (covers[i].account->ledger) room = avg_sum(room, avg_less(covers[i].quota, avg_taken(covers[i].account, covers[i].gpu)));
+            if (!avg_settle(covers[i].account, &process->self)) room = avg_sum(room, avg_less(covers[i].quota, avg_taken(covers[i].account, covers[i].gpu)));
             if (covers[i].entry->flags & AVG_GPU_OVERSUBSCRIBE) oversubscribed = 1;
         }
         uint64_t answer = oversubscribed ? room : avg_min(room, driver);
