@@ -325,12 +325,13 @@ def slice_show(name: str, output: str) -> None:
     path = f"/v1/slices/{part(name)}"
     with _said_plainly():
         client = _client()
-        answer, raw = client.get(path, wire.SliceView)
-        if output == "json":
-            _print_json(raw)
-            return
+        # The usage first: asking for it makes the daemon read the ledger, and the slice's state follows from that.
         usage, _ = client.get(f"{path}/usage", wire.UsageView)
         processes, _ = client.get(f"{path}/processes", wire.ProcessList)
+        answer, raw = client.get(path, wire.SliceView)
+    if output == "json":
+        _print_json(raw)
+        return
     show.slice(answer, usage, processes)
 
 

@@ -256,6 +256,8 @@ def test_json_is_what_the_api_said_byte_for_byte(
 ) -> None:
     raw = msgspec.json.encode(answer) + b" "  # a blank that decoding and encoding anew would lose
     daemon.says("GET", path, raw)
+    daemon.says("GET", "/v1/slices/alice/usage", USAGE)
+    daemon.says("GET", "/v1/slices/alice/processes", PROCESSES)
     done = ctl(*command, "-o", "json")
     assert (done.exit_code, done.stdout_bytes, done.stderr) == (0, raw + b"\n", "")
 
