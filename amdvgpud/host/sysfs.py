@@ -92,8 +92,16 @@ class SysfsReader:
 
     def vram_used_bytes(self, pci_address: str) -> int | None:
         """The driver's own figure for the whole device, in partition modes too. None: cannot be had now."""
-        device = _Scan(str(self._root), self._names).pci_devices().get(pci_address.lower())
-        return None if device is None else _number(_read(f"{device.path}/mem_info_vram_used"))
+        address = pci_address.lower()
+        if not _PCI_ADDRESS.fullmatch(address):
+            return None
+        path = f"{self._root}/sys/bus/pci/devices/{address}"
+        if not os.path.isdir(path):  # noqa: PTH112
+            device = _Scan(str(self._root), self._names).pci_devices().get(address)
+            if device is None:
+                return None
+            path = device.path
+        return _number(_read(f"{path}/mem_info_vram_used"))
 
 
 # ------------------------------------------------------------------------------------------------------ raw reading
@@ -117,6 +125,12 @@ def _read(path: str) -> bytes | OSError:
 def _text(raw: bytes | OSError) -> str:
     """The attribute as stripped text; empty where it cannot be read. Foreign bytes become replacement characters."""
     return "" if isinstance(raw, OSError) else raw.replace(b"\0", b"").decode("utf-8", "replace").strip()
+
+
+def _label(raw: bytes | OSError) -> str:
+    """Text that will stand in tables, labels and terminals: one printable line, or nothing."""
+    text = _text(raw)
+    return text[:128] if text.isprintable() and "\ufffd" not in text else ""
 
 
 def _number(raw: bytes | OSError) -> int | None:
@@ -310,7 +324,7 @@ class _Scan:
             gpus=tuple(replace(gpu, index=rank) for rank, gpu in enumerate(gpus)),
             unusable=tuple(sorted(self._unusable, key=lambda u: (u.pci_address or "~", u.name))),
             generation_id=generation,
-            driver_version=_text(_read(f"{self._sys}/module/amdgpu/version")) or None,
+            driver_version=_label(_read(f"{self._sys}/module/amdgpu/version")) or None,
             warnings=tuple(self._warnings),
         )
 
@@ -386,7 +400,10 @@ class _Scan:
             except _Refused as error:
                 self._refuse(None, f"KFD node {number}", str(error))
                 continue
-            (gpus if node["simd_count"] else cpus).append(node)
+            if node["simd_count"]:
+                gpus.append(node)
+            if node["cpu_cores_count"]:  # an APU of old is both in one node
+                cpus.append(node)
         return gpus, cpus
 
     def _kfd_node(self, number: int) -> _KfdNode:
@@ -555,7 +572,7 @@ class _Scan:
 
     def _product_name(self, device: _PciDevice | None, gfx_target: str | None) -> str:
         if device is not None:
-            if name := _text(_read(f"{device.path}/product_name")):
+            if name := _label(_read(f"{device.path}/product_name")):
                 return name
             known = None if device.device_id is None else self._names.find(device.device_id, device.revision)
             if known:

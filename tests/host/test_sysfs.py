@@ -637,6 +637,8 @@ def test_an_unknown_numa_node_stays_unknown(machine: Machine, text: str | None, 
         ("0xff", "", "AMD gfx1201"),
         ("torn", "", "AMD gfx1201"),
         ("0xc0", "what the board says", "what the board says"),
+        ("0xc0", "two\nlines", "AMD Radeon RX 9070 XT"),
+        ("0xc0", "\x1b[31m red", "AMD Radeon RX 9070 XT"),
     ],
 )
 def test_a_name_is_the_boards_else_libdrms_for_the_revision_else_the_gfx_target(
