@@ -63,7 +63,7 @@ static void become_owner(void) {
   (void)ignored;
 }
 
-/* False: the table cannot be had, and every request for memory is refused. */
+/* False: the table cannot be had or is nonsense (anybody may write it), and every request for memory is refused. */
 static bool lock(void) {
   char path[PATH_MAX];
   soft_load_gpus();
@@ -77,7 +77,7 @@ static bool lock(void) {
     if (fd >= 0) close(fd);
   }
   table_fd = soft_open(path, O_RDWR);
-  if (!table || table_fd < 0) {
+  if (!table || table_fd < 0 || table->count > MAX_BUFFERS) {
     if (table_fd >= 0) close(table_fd);
     table_fd = -1;
     pthread_mutex_unlock(&mutex);
@@ -544,8 +544,10 @@ void *soft_gpu_pointer(uint64_t va, uint64_t length) {
     char *at;
   } views[4096];
   void *pointer = (void *)va;
-  if (!lock()) return NULL;
-  for (uint64_t i = 0; i < table->count; i++) {
+  /* Without the lock on the file: only our own buffers are looked at, and only we change them. The worker comes by here
+   * thousands of times a second. */
+  pthread_mutex_lock(&mutex);
+  for (uint64_t i = 0; table && i < table->count && i < MAX_BUFFERS; i++) {
     const struct buffer *b = &table->buffer[i];
     if (!b->state || b->owner != owner || va < b->va || va + length > b->va + b->size) continue;
     if (b->flags & KFD_IOC_ALLOC_MEM_FLAGS_USERPTR) pointer = (void *)(b->offset + (va - b->va));
@@ -563,7 +565,7 @@ void *soft_gpu_pointer(uint64_t va, uint64_t length) {
     }
     break;
   }
-  unlock();
+  pthread_mutex_unlock(&mutex);
   /* Host memory may have been unmapped behind our back: a GPU would fault, the process must not. */
   char byte;
   struct iovec here = {&byte, 1}, there = {pointer, 1};
