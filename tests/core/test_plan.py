@@ -165,6 +165,27 @@ def test_fine_takes_columns_of_a_broken_row_before_it_breaks_another(
     ]
 
 
+def test_fine_refuses_columns_of_one_engine_that_exact_takes(
+    make_inventory: MakeInventory, ask: Ask, granted: Granted
+) -> None:
+    inventory = make_inventory(CuLayout(1, 4, 1, (2,) * 4, wgp=False))
+    book = granted(inventory, *(ask(f"s{i}", "1", "exact") for i in range(8)))
+    for name in ("s0", "s4"):
+        book = book.without_slice(SliceName(name))
+    with pytest.raises(NoRoom, match="has 186 GiB and 1 CUs"):
+        place(book, inventory, ask("f", "2", "fine"))
+    assert place(book, inventory, ask("e", "2", "exact")).shares[0].cus == CuSet((0, 4))
+
+
+def test_fine_keeps_engines_even_over_broken_rows(make_inventory: MakeInventory, ask: Ask, granted: Granted) -> None:
+    inventory = make_inventory(CuLayout(1, 4, 1, (3,) * 4, wgp=False))
+    book = granted(inventory, *(ask(f"s{i}", "1", "exact") for i in range(12)))
+    # Each row misses one engine, none of them the first: two columns an engine is all that is even.
+    for i in set(range(12)) - {1, 6, 11}:
+        book = book.without_slice(SliceName(f"s{i}"))
+    assert sets_of(granted(inventory, ask("f", "8", "fine"), book=book), "f") == [CuSet((0, 2, 3, 4, 5, 7, 9, 10))]
+
+
 def test_fine_is_cut_in_rows_where_the_harvest_is_a_guess(
     layout_of: LayoutOf, make_inventory: MakeInventory, ask: Ask
 ) -> None:
