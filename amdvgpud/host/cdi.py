@@ -689,7 +689,7 @@ class CdiFile:
             found.append(f"{own_dir} is closed to other users: a rootless runtime reads no CDI file in it (chmod 0755)")
         for folder in _distinct_dirs((*self._standard_dirs, own_dir)):
             for other in _entries(folder):
-                if other.suffix not in (".json", ".yaml") or _same_file(other, self.path) or not other.is_file():
+                if other.suffix not in (".json", ".yaml") or other == self.path or not other.is_file():
                     continue
                 clash = _names_in(other, self._kind) & set(names)
                 unread = other.suffix == ".yaml" and _mentions(other, self._kind)
@@ -698,7 +698,7 @@ class CdiFile:
                 what = ", ".join(sorted(clash)) if clash else "devices of this kind (YAML, not looked into)"
                 effect = (
                     "runtimes then resolve neither"
-                    if _same_file(folder, own_dir)
+                    if folder == own_dir
                     else "the directory that a runtime reads last wins"
                 )
                 found.append(f"{other} also names {self._kind}={what}: {effect}; remove one of the two")
@@ -739,16 +739,12 @@ def _once_each(spec: Spec) -> None:
 
 
 def _distinct_dirs(dirs: Iterable[Path]) -> list[Path]:
-    """``dirs`` without those that are another one's second name (/var/run is a link to /run)."""
+    """``dirs`` without those that are a later one's second name (/var/run is a link to /run)."""
     return list({os.path.realpath(d): d for d in dirs}.values())
 
 
-def _same_file(a: Path, b: Path) -> bool:
-    return os.path.realpath(a) == os.path.realpath(b)
-
-
 _CONFLICT_BYTES: Final = 4 * 2**20
-"""Guessed: AMD's own file of eight GPUs in CPX is 30 KiB. A larger file is not looked into."""
+"""Guessed: a thousand devices take less. What lies beyond is not looked into."""
 
 
 def _read_some(path: Path) -> bytes:

@@ -41,7 +41,7 @@ set -eu
 mount -t proc proc /proc
 mount -t tmpfs -o mode=755 tmpfs /run
 mkdir /run/cdi /run/store
-if [ "$CGROUPS" = hugetlb ]; then
+if [ "$CGROUPS" = hugetlb ] && [ "$(stat -f -c %T /sys/fs/cgroup)" != cgroup2fs ]; then
   mkdir /run/cgroup
   mount -t tmpfs -o mode=755 tmpfs /run/cgroup
   for controller in /sys/fs/cgroup/*/; do
@@ -60,10 +60,11 @@ while read -r _; do :; done
 
 ``hugetlb``: crun refuses hybrid cgroups, and takes them for plain v1 when no controller is bound to the unified tree.
 The folder for that controller is made on a tmpfs of our own: on the machine's, other runtimes would take it for one.
+/run is shared with processes that are started outside (below), so that the daemon's tmpfs is podman's too.
 """
 
 _OWN_PROC: Final = 'mount -t proc proc /proc && exec "$@"'
-_CLEAN: Final = "find /sys/fs/cgroup/*/$0 -depth -type d -exec rmdir {} +"
+_CLEAN: Final = "find /sys/fs/cgroup/$0 /sys/fs/cgroup/*/$0 -depth -type d -exec rmdir {} +"
 
 
 @dataclass(frozen=True)
