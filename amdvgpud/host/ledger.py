@@ -177,21 +177,16 @@ def _update(
             for word, value in stores:
                 lib.avg_store(base + word * _WORD, value)
             del base  # or the mapping could not be closed
-    for share, partition in placed:
-        path = directory / f"mem_banks-{partition.kfd_gpu_id}"
-        text = _mem_banks(share, partition, sysfs_root)
-        if _read_small(path) != text:
-            # In place: a container has this very inode mounted over the KFD's file. A reader that comes between the two
-            # calls sees the new text with the rest of a longer old one behind it.
-            with _opened_to_write(path) as fd:
+    texts = {f"mem_banks-{p.kfd_gpu_id}": _mem_banks(share, p, sysfs_root) for share, p in placed}
+    texts["slice.json"] = _slice_json(item, placed, environment)
+    for name, text in texts.items():
+        if _read_small(directory / name) != text:
+            # In place: a container has the memory bank's very inode mounted over the KFD's file; and what is there
+            # needs no new page of a tmpfs that some guest has filled. A reader that comes between the two calls sees
+            # the new text with the rest of a longer old one behind it.
+            with _opened_to_write(directory / name) as fd:
                 os.pwrite(fd, text, 0)
                 os.ftruncate(fd, len(text))
-    text = _slice_json(item, placed, environment)
-    if _read_small(directory / "slice.json") != text:
-        fresh = directory / ".slice.json"
-        fresh.unlink(missing_ok=True)
-        _create(fresh, 0o444, text)
-        fresh.rename(directory / "slice.json")
 
 
 def _serves(directory: Path, placed: Sequence[tuple[Share, Partition]]) -> bool:
@@ -418,9 +413,11 @@ def read_processes(proc: Path = Path("/proc")) -> Processes:
         # A zombie has given its memory back; but a leader may be one while its threads live on: num_threads says.
         if fields[0] in "XZ" and int(fields[17]) <= 1:
             continue
-        inner = [int(ln.split()[-1]) for ln in status.splitlines() if ln.startswith("NSpid:")]
-        pid = inner[0] if inner else int(entry.name)
-        namespace = _namespace_of(entry)
+        # One number a namespace from ours inwards, so a process with one number is in ours, even where (a pid 1 that
+        # is not dumpable, another user's) its link may not be read.
+        numbers = next((ln.split()[1:] for ln in status.splitlines() if ln.startswith("NSpid:")), [entry.name])
+        pid = int(numbers[-1])
+        namespace = own if len(numbers) == 1 else _namespace_of(entry)
         if namespace:
             starts[namespace, pid] = int(fields[19])
         else:
@@ -487,6 +484,18 @@ class LedgerFiles:
     def write(self, item: Slice, inventory: Inventory) -> None:
         """Make or update the slice's directory; idempotent. ``NotFound`` and ``HostFailure`` as :func:`write_slice`."""
         placed = _placed(item, inventory)
+        try:
+            self._write(item, placed, inventory)
+        except HostFailure as error:
+            # A guest that has grown its ledger fills the tmpfs for all: cut them back, then try once more.
+            if not (isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.ENOSPC):
+                raise
+            for name in self.names():
+                with suppress(HostFailure, NotFound):
+                    self.usage(name)  # which mends it
+            self._write(item, placed, inventory)
+
+    def _write(self, item: Slice, placed: Sequence[tuple[Share, Partition]], inventory: Inventory) -> None:
         home = self.slices / item.name
         with _translated(f"slice {item.name!r}: cannot write {home}", self._tmpfs_bytes):
             if _serves(home / "guest", placed):

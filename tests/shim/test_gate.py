@@ -404,7 +404,7 @@ def test_a_ledger_that_is_full_refuses_and_a_dead_process_in_it_makes_room(machi
     answers, said = machine.play_all("alloc:1000:4096")
     assert answers == ["ENOMEM"]
     assert said == "amdvgpu: a: no free slot in the ledger (128 processes), VRAM is refused\n"
-    namespace = int(os.readlink("/proc/self/ns/pid").rpartition("[")[2].rstrip("]"))
+    namespace = Path("/proc/self/ns/pid").stat().st_ino
     at = lib.AVG_LEDGER_HEAD_BYTES
     raw[at : at + 8] = (namespace << lib.AVG_OWNER_NS_SHIFT | 0x3FFFFE).to_bytes(8, "little")  # a pid that nobody has
     (a / "ledger").write_bytes(raw)
