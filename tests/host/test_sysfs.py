@@ -283,9 +283,12 @@ def test_a_virtual_function_is_a_gpu_of_its_own_and_no_partition(machine: Machin
     ]
 
 
-def test_the_audio_function_of_a_board_is_not_taken_for_its_second_partition(machine: Machine) -> None:
+@pytest.mark.parametrize(("driver", "pci_class"), [("snd_hda_intel", 0x040300), ("vfio-pci", 0x120000)])
+def test_a_function_1_that_amdgpu_does_not_drive_is_not_taken_for_the_second_partition(
+    machine: Machine, driver: str, pci_class: int
+) -> None:
     machine.add_pci("0000:05:00.0", unique_id="ab")
-    machine.add_pci("0000:05:00.1", driver="snd_hda_intel", pci_class=0x040300, device=0xAB38)
+    machine.add_pci("0000:05:00.1", driver=driver, pci_class=pci_class, device=0xAB38)
     for index in range(2):
         machine.add_render(128 + index, "amdgpu_xcp_1" if index else "0000:05:00.0")
         machine.add_node(
@@ -293,7 +296,7 @@ def test_the_audio_function_of_a_board_is_not_taken_for_its_second_partition(mac
         )
     inventory = machine.read()
     assert [p.id for p in inventory.partitions] == ["GPU-00000000000000ab/0", "GPU-00000000000000ab/1"]
-    assert inventory.unusable == ()
+    assert [u.pci_address for u in inventory.unusable] == ["0000:05:00.1"] * (driver == "vfio-pci")
 
 
 def test_one_bad_partition_leaves_the_others_and_their_indices(machine: Machine) -> None:
