@@ -345,6 +345,11 @@ def proven_cu_mask(sets: Sequence[CuSet | None], cu_counts: Sequence[int]) -> st
     """
     text = format_cu_mask(sets)
     meant = {gpu: cus.mask for gpu, cus in enumerate(sets) if cus is not None}
-    if parse_cu_mask(text, cu_counts) != tuple(sets) or rocr_reads(text, len(sets), max(cu_counts)) != meant:
-        raise AmdvgpuError(f"the CU mask {text!r} is not read back as it was meant: the slice is refused")
+    try:
+        read = parse_cu_mask(text, cu_counts)
+    except Invalid as error:
+        # Our own text: nothing that the asker could put right by other words.
+        raise AmdvgpuError(f"the slice is refused: {error}") from error
+    if read != tuple(sets) or rocr_reads(text, len(sets), max(cu_counts, default=0)) != meant:
+        raise AmdvgpuError(f"the slice is refused: the CU mask {text!r} is not read back as it was meant")
     return text

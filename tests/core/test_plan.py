@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from amdvgpud.core import cumask
 from amdvgpud.core import plan as planner
 from amdvgpud.core.errors import AmdvgpuError, Conflict, NoRoom, NotFound
 from amdvgpud.core.model import (
@@ -141,6 +142,14 @@ def test_rows_that_share_caches_go_to_one_slice(
     book = granted(inventory, ask("a", "32"), ask("b", "64"), ask("c", "32"))
     # Row 1 shares caches with a's row 0: b takes the pair behind it, and c, which has no pair to take, the odd one.
     assert [sets_of(book, name) for name in "abc"] == [[bits(0, 32)], [bits(64, 128)], [bits(32, 64)]]
+
+
+def test_an_odd_row_comes_from_a_broken_pair_before_a_lower_whole_one(
+    layout_of: LayoutOf, make_inventory: MakeInventory, ask: Ask, granted: Granted
+) -> None:
+    inventory = make_inventory(layout_of("MI300X"))
+    book = granted(inventory, ask("a", "64"), ask("b", "32")).without_slice(SliceName("a"))
+    assert sets_of(granted(inventory, ask("c", "32"), book=book), "c") == [bits(96, 128)]
 
 
 def test_arrays_of_an_rdna_gpu_are_used_evenly(
@@ -540,6 +549,15 @@ def test_a_plan_that_breaks_the_rules_is_an_error_and_no_slice(
     monkeypatch.setattr(planner, "_cut", lambda *_: 0x7)
     with pytest.raises(AmdvgpuError, match="half a WGP"):
         place(Book(), make_inventory(layout_of("RX 9070 XT")), ask("a", "25%"))
+
+
+def test_a_plan_whose_mask_text_is_not_read_back_as_meant_is_refused(
+    layout_of: LayoutOf, make_inventory: MakeInventory, ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cumask, "format_cu_mask", lambda sets: "0:0-31,32-63")
+    with pytest.raises(AmdvgpuError, match=r"the slice is refused: .* is no canonical CU mask") as refusal:
+        place(Book(), make_inventory(layout_of("MI300X")), ask("a", "25%"))
+    assert refusal.value.code == "internal"
 
 
 def test_check_finds_what_a_book_should_never_hold(
