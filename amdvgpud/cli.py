@@ -50,10 +50,20 @@ RELOADED: Final = frozenset({"tick_s", "rescan_s", "log_level"})
 
 
 class CheckedSysfs(SysfsReader):
-    """The machine as sysfs has it, with AMD SMI's market names and doubts where that is installed and wanted."""
+    """The machine as sysfs has it, with AMD SMI's market names and doubts where that is installed and wanted.
+
+    AMD SMI is asked anew only when the topology has changed: asking opens every GPU, and may take seconds.
+    """
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self._report: tuple[int, amdsmi.Report] | None = None
 
     def read_inventory(self) -> Inventory:
-        return amdsmi.cross_check(super().read_inventory(), amdsmi.read_report())
+        inventory = super().read_inventory()
+        if self._report is None or self._report[0] != inventory.generation_id:
+            self._report = inventory.generation_id, amdsmi.read_report()
+        return amdsmi.cross_check(inventory, self._report[1])
 
 
 @dataclass(frozen=True, slots=True)
