@@ -55,9 +55,10 @@ host's own mode with the newest reader (read in its source). 0666, because the d
 accounts: a root process and one of uid 1000 in one container share one account (and one ledger, 0666 for the same
 reason), whatever ``render`` is numbered here. Refused: group and mode taken from the host's node. That number would
 have to be stored in the file, it means nothing in the image's /etc/group, and whoever lacks it needs ``--group-add``.
-No uid, gid, major or minor either: the runtime reads the device numbers at creation (the major of /dev/kfd is dynamic)
-and makes the container's own user the owner. A rootless runtime ignores all of this and bind-mounts the host's node:
-there group ``render`` and keep-groups decide. What would change our mind: a /dev shared between containers.
+No uid, gid, major or minor either: the runtime reads the device numbers at creation (the major of /dev/kfd is dynamic).
+Podman makes the container's user the owner then, docker 26 root (seen): without this mode its other users are out. A
+rootless runtime ignores all of it and bind-mounts the host's node: there group ``render`` and keep-groups decide. What
+would change our mind: a /dev shared between containers.
 """
 
 
