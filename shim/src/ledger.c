@@ -75,12 +75,14 @@ void avg_identify(struct avg_identity *self) {
     /* AT_RANDOM by /proc/self/auxv, because getauxval (GLIBC_2.16) is above our floor. Unreadable: the cookie is 0 and
      * an image after exec takes its own past for its own present: errs towards keeping the charge. */
     self->cookie[0] = self->cookie[1] = 0;
+    self->secure = 1; /* until the kernel says otherwise */
     int fd = AVG_SYS(openat, AT_FDCWD, "/proc/self/auxv", O_RDONLY | O_CLOEXEC, 0);
     if (fd < 0) return;
     length = AVG_SYS(read, fd, auxiliary, sizeof auxiliary, 0);
     avg_close(fd);
     for (long at = 0; at + (long)sizeof(Elf64_auxv_t) <= length; at += sizeof(Elf64_auxv_t)) {
         const Elf64_auxv_t *entry = (const Elf64_auxv_t *)(auxiliary + at);
+        if (entry->a_type == AT_SECURE) self->secure = entry->a_un.a_val != 0;
         if (entry->a_type == AT_RANDOM && entry->a_un.a_val) {
             const unsigned char *random = (const unsigned char *)entry->a_un.a_val;
             for (int i = 0; i < 16; i++) self->cookie[i / 8] |= (uint64_t)random[i] << i % 8 * 8;

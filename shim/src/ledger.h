@@ -9,6 +9,7 @@ struct avg_identity {
     uint32_t pid, ns;       /* ns 1: our /proc does not tell */
     uint64_t start_ticks;   /* 1: our /proc does not tell */
     uint64_t cookie[2];
+    int secure;             /* a set-uid or otherwise privileged program: the environment is somebody else's word */
 };
 
 /* Fill `identity` in. Called once per process image; makes system calls. */

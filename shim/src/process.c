@@ -162,7 +162,11 @@ static void add_named(struct avg_process *process, const char *list) {
 static void load(struct avg_process *process) {
     const char *text;
     process->vram_limit = UINT64_MAX;
-    if (!add_mounted(process) && (text = avg_env("AMDVGPU_SLICE_DIR")) && *text) add_named(process, text);
+    int mounted = add_mounted(process);
+    const char *named = mounted ? NULL : avg_env("AMDVGPU_SLICE_DIR");
+    if (mounted || named) avg_identify(&process->self);
+    /* A privileged program must not open for writing what its caller names. It is not the GPU's user. */
+    if (named && !process->self.secure) add_named(process, named);
     if (process->slice_count || process->barred) {
         if ((text = avg_env("AMDVGPU_VRAM")) && !(process->vram_limit = avg_parse_size(text))) {
             process->limit_bad = 1;
@@ -172,7 +176,6 @@ static void load(struct avg_process *process) {
             process->limit_bad = 1;
             avg_say(process, AVG_SAY_LIMIT, "AMDVGPU_CUS is no list of CUs as in 0-37,40; VRAM is refused: ", text);
         }
-        avg_identify(&process->self);
         /* exec gave back what the last image held; its charge must not wait for the next allocation of ours. */
         for (int i = 0; i < process->slice_count; i++) avg_forget_past_image(&process->slice[i], &process->self);
     }
