@@ -213,6 +213,7 @@ async def test_a_body_that_never_ends_is_refused_by_size_and_one_that_never_come
         b"GET /v1/gpus/" + b"9" * 6000 + b" HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n",
         b"GET /v1/slices?since=" + b"9" * 6000 + b" HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n",
         b"GET / HTTP/1.1\r\nConnection: close\r\n\r\n",
+        b"PUT /v1/slices/a HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: a/\xff\r\n\r\n",
         b"\x16\x03\x01\x02\x00",
     ],
 )

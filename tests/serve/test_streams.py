@@ -67,6 +67,13 @@ async def test_a_client_that_missed_something_is_told_to_read_again(desk: Any) -
             assert live["event"] == "slice.created", last
 
 
+async def test_an_event_id_of_the_daemon_before_is_not_taken_for_one_of_this(desk: Any) -> None:
+    _, last_id, _ = desk.node.events_since(0)
+    async with desk.unix.get("/v1/events", headers={"Last-Event-ID": f"deadbeef-{last_id}"}) as stream:
+        (frame,) = await _frames(stream, 1)
+    assert frame["event"] == "resync"
+
+
 async def test_an_idle_stream_is_kept_alive_by_comments(make_desk: Any) -> None:
     desk = await make_desk(settings={"keep_alive_s": 0.01})
     async with desk.unix.get("/v1/events") as stream:
