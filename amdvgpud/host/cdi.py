@@ -44,6 +44,7 @@ GATE_IN_CONTAINER: Final = "/usr/lib/amdvgpu/libamdvgpu.so"
 SOFTKFD_IN_CONTAINER: Final = "/usr/lib/amdvgpu/libsoftkfd.so"
 SOFTKFD_ROOT_IN_CONTAINER: Final = "/run/softkfd"
 """Where the emulator looks when no variable tells it, so that an empty environment does not take the GPUs away."""
+SLICES_IN_CONTAINER: Final = "/run/amdvgpu"
 PRELOAD_IN_CONTAINER: Final = "/etc/ld.so.preload"
 TOPOLOGY: Final = "/sys/devices/virtual/kfd/kfd/topology/nodes"
 
@@ -512,6 +513,7 @@ class SimulatedDevices:
     softkfd: Path
 
 
+_SLICES_OPTIONS: Final = ("ro", "nosuid", "nodev", "noexec", "mode=755", "size=64k")
 _GUEST_OPTIONS: Final = ("ro", "nosuid", "nodev", "noexec", "bind")
 _LEDGER_OPTIONS: Final = ("rw", "nosuid", "nodev", "noexec", "bind")
 _LIBRARY_OPTIONS: Final = ("ro", "nosuid", "nodev", "bind")
@@ -629,7 +631,7 @@ class CdiFile:
 
     def _device(self, item: Slice, places: tuple[Partition, ...], inventory: Inventory) -> Device:
         guest = self._run_dir / "slices" / item.name / "guest"
-        inside = f"/run/amdvgpu/{item.name}"
+        inside = f"{SLICES_IN_CONTAINER}/{item.name}"
         env = tuple(f"{key}={value}" for key, value in slice_environment(item, inventory).items())
         mounts = [
             Mount(str(guest), inside, _GUEST_OPTIONS),
@@ -651,7 +653,12 @@ class CdiFile:
 
     def _common(self) -> Edits:
         """The edits of the whole file: readers apply them once, however many of its devices a container gets."""
+        # What lies below this is all that the gate believes. Without a mount of its own, root of a container could put
+        # a policy beside ours there, which adds a quota (tried), or rename the folder. runc and crun make it read-only
+        # last, when the slices' mounts stand in it; one that did it at once would fail the container, not the limit.
+        slices = Mount("tmpfs", SLICES_IN_CONTAINER, _SLICES_OPTIONS, type="tmpfs")
         gate = (
+            slices,
             Mount(str(self._library), GATE_IN_CONTAINER, _LIBRARY_OPTIONS),
             Mount(str(self._run_dir / "ld.so.preload"), PRELOAD_IN_CONTAINER, _LIBRARY_OPTIONS),
         )

@@ -114,7 +114,7 @@ def test_the_example_fits_the_schema(name: str) -> None:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_nothing_of_an_example_needs_more_than_version_0_5_0(name: str) -> None:
-    assert EXAMPLES[name]["cdiVersion"] in ("0.3.0", "0.5.0")
+    assert EXAMPLES[name]["cdiVersion"] in ("0.4.0", "0.5.0")
 
 
 # ------------------------------------------------------------------------------------------- two validators agree

@@ -117,6 +117,7 @@ def test_what_is_mounted_is_read_only_but_for_the_ledger(here: Published) -> Non
         if "amdvgpu" in target or target in ("/etc/ld.so.preload", OVERLAID["1"]):
             found[target] = set(options.split(",")) - {"relatime"}
     assert found == {
+        "/run/amdvgpu": {"ro", "nosuid", "nodev", "noexec"},
         "/run/amdvgpu/alice": {"ro", "nosuid", "nodev", "noexec"},
         "/run/amdvgpu/alice/ledger": {"rw", "nosuid", "nodev", "noexec"},
         "/usr/lib/amdvgpu/libamdvgpu.so": {"ro", "nosuid", "nodev"},
@@ -217,6 +218,8 @@ def test_a_static_program_runs_unharmed_without_the_gate_and_sees_the_overlay(he
         "rm -f /run/amdvgpu/alice/policy",
         "chmod 666 /run/amdvgpu/alice/policy",
         "mv /run/amdvgpu/alice /run/amdvgpu/gone",
+        "mv /run/amdvgpu /run/gone",
+        "touch /run/amdvgpu/other",
         "touch /run/amdvgpu/alice/other",
         "umount /run/amdvgpu/alice",
         "mount -o remount,bind,rw /run/amdvgpu/alice",

@@ -159,6 +159,8 @@ def test_root_of_the_container_takes_no_more_after_it_has_tried_to_change_the_po
             "chmod 0 /run/amdvgpu/alice/policy",
             "umount -l /run/amdvgpu/alice",
             "mount -o remount,bind,rw /run/amdvgpu/alice",
+            "umount -l /run/amdvgpu",
+            "mv /run/amdvgpu /run/gone",
         )
     )
     answers = ask(served, ["alice"], before=f"{attacks};")
@@ -168,11 +170,20 @@ def test_root_of_the_container_takes_no_more_after_it_has_tried_to_change_the_po
 @pytest.mark.xfail(
     strict=True, reason="the gate takes any policy below /run/amdvgpu, not only one on a read-only mount"
 )
-def test_another_policy_beside_the_mounted_one_raises_nothing(served: Any) -> None:
-    """A container can write its own /run: what it puts there is not what the daemon mounted."""
+def beside_the_mounted_policy_is_no_room(served: Any) -> None:
+    """Of two slices of one GPU the quotas add, so root of a container would raise its own by a copy of its policy."""
     copy = "mkdir /run/amdvgpu/more && cp /run/amdvgpu/alice/* /run/amdvgpu/more/;"
     answers = ask(served, ["alice"], before=copy)
+    assert "Read-only file system" in answers.output
     assert answers.of("end", "held") == [(ALICE,)], answers.output
+
+
+def test_root_of_the_container_cannot_put_a_policy_beside_the_mounted_one(served: Any) -> None:
+    beside_the_mounted_policy_is_no_room(served)
+
+
+def test_nor_can_root_of_a_container_of_crun(crun_served: Any) -> None:
+    beside_the_mounted_policy_is_no_room(crun_served)
 
 
 @pytest.fixture

@@ -332,10 +332,11 @@ def test_a_slice_gets_its_render_node_its_guest_directory_its_ledger_and_the_mem
 
 def test_the_file_gives_every_container_the_kfd_the_gate_and_the_preload_list(there: CdiFile, tmp_path: Path) -> None:
     spec = parse_spec(json.dumps(there.render([a_slice("alice", 0)], INVENTORY)))
-    assert (spec.version, spec.kind) == ("0.3.0", "amdvgpu.io/slice")
+    assert (spec.version, spec.kind) == ("0.4.0", "amdvgpu.io/slice")
     assert spec.edits == Edits(
         device_nodes=(DeviceNode("/dev/kfd", file_mode=0o666, permissions="rw"),),
         mounts=(
+            Mount("tmpfs", "/run/amdvgpu", ("ro", "nosuid", "nodev", "noexec", "mode=755", "size=64k"), "tmpfs"),
             Mount(
                 "/usr/lib/amdvgpu/libamdvgpu.so", "/usr/lib/amdvgpu/libamdvgpu.so", ("ro", "nosuid", "nodev", "bind")
             ),
@@ -399,6 +400,7 @@ def test_a_simulated_node_mounts_plain_files_and_nothing_under_sys(tmp_path: Pat
     everything = [spec.edits, *(d.edits for d in spec.devices)]
     assert [n for e in everything for n in e.device_nodes] == []
     assert [(m.host_path, m.container_path) for e in everything for m in e.mounts] == [
+        ("tmpfs", "/run/amdvgpu"),
         ("/lib/gate.so", "/usr/lib/amdvgpu/libamdvgpu.so"),
         (f"{tmp_path}/ld.so.preload", "/etc/ld.so.preload"),
         ("/lib/softkfd.so", "/usr/lib/amdvgpu/libsoftkfd.so"),
@@ -449,7 +451,7 @@ def test_a_version_limit_that_slices_cannot_keep_is_an_error_at_the_start(tmp_pa
 
 def test_a_version_limit_with_room_changes_nothing(tmp_path: Path) -> None:
     there = CdiFile(tmp_path, run_dir=tmp_path, library=tmp_path, version_limit="1.0.0")
-    assert there.render([a_slice("alice", 0)], INVENTORY)["cdiVersion"] == "0.3.0"
+    assert there.render([a_slice("alice", 0)], INVENTORY)["cdiVersion"] == "0.4.0"
 
 
 # --------------------------------------------------------------------------------------------------------- the file

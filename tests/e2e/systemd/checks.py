@@ -2,7 +2,7 @@
 """What an operator does with the installed packages, on a machine whose PID 1 is systemd. Runs as root inside it.
 
 /mnt/debs holds the packages, /mnt/newer the same of a later version with another gate in it (``stage`` makes both).
-Prints a line for each check, ``ok <sentence>`` or ``not ok <sentence>: <what was seen>``, and ends with 1 if one failed.
+Prints a line for each check, ``ok <sentence>`` or ``not ok <sentence>: <what was seen>``; ends with 1 if one failed.
 Arguments: only checks with one of these words. Standard library only.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -422,7 +423,15 @@ def podman_gives_a_container_its_slice() -> None:
         raise Skipped("no podman in this root")
     podman = ["podman", "--cgroup-manager=cgroupfs", "--events-backend=file"]
     run(*podman, "import", "/mnt/image.tar", "localhost/glibc:1")
-    container = [*podman, "run", "--rm", "--network=none", "--device=amdvgpu.io/slice=alice", "localhost/glibc:1"]
+    container = [
+        *podman,
+        "run",
+        "--rm",
+        "--network=none",
+        "--pids-limit=0",
+        "--device=amdvgpu.io/slice=alice",
+        "localhost/glibc:1",
+    ]
     assert "1073741824" in run(*container, "/kfdclient", "--step", "1G", "--count", "1")
     assert used_bytes("alice") == 0
     refused = run(*container, "/kfdclient", "--step", "1G", "--count", "17")
@@ -433,9 +442,10 @@ def podman_gives_a_container_its_slice() -> None:
 def the_journal_holds_no_warning() -> None:
     """But for those that the checks before provoked; a system call or a path that the sandbox denied would be here."""
     text = run("journalctl", "--no-pager", "--unit=amdvgpud.service", "--priority=warning", "--output=cat")
-    provoked = ("log_levle", "Main process exited", "tick_s", "atchdog", "Failed with result", "Failed to start", "Failed to reload", "signal",
-                "Reload failed", "Control process exited", "Killing process", "Failed to destroy")  # fmt: skip
-    left = [ln for ln in text.splitlines() if ln and not any(word in ln for word in provoked)]
+    provoked = (
+        "log_levle|tick_s|atchdog|signal|Main process exited|Failed |Reload failed|Control process exited|Killing"
+    )
+    left = [ln for ln in text.splitlines() if ln and not re.search(provoked, ln)]
     assert left == [], left
 
 
