@@ -240,8 +240,12 @@ def _restore_ledger(fd: int, gpu_count: int, slice_key: int) -> None:
     os.pwrite(fd, _ledger_head(gpu_count, slice_key), 0)
 
 
+_OCCUPIED: Final = int(ffi.offsetof("struct avg_ledger", "occupied"))
+"""Byte offset of the first field of the head that the gates write; those before it are ours."""
+
+
 def _ledger_head(gpu_count: int, slice_key: int) -> bytes:
-    """The fields of the head that are ours; those that the gates write follow them."""
+    """The fields of the head that are ours."""
     head = ffi.new("struct avg_ledger *")
     head.magic = lib.AVG_LEDGER_MAGIC
     head.version = lib.AVG_VERSION
@@ -249,7 +253,7 @@ def _ledger_head(gpu_count: int, slice_key: int) -> bytes:
     head.slot_bytes = lib.avg_slot_bytes(gpu_count)
     head.gpu_count = gpu_count
     head.slice_key = slice_key
-    return bytes(ffi.buffer(head)[: ffi.offsetof("struct avg_ledger", "slots_touched")])
+    return bytes(ffi.buffer(head)[:_OCCUPIED])
 
 
 # ---------------------------------------------------------------------------------------------------------- reading
@@ -305,8 +309,8 @@ class _SlotView:
 
 
 def _slots(words: memoryview, gpu_count: int) -> Iterator[tuple[_SlotView, int]]:
-    """Each owned slot and the index of its first cell's first word. All slots are looked at: `slots_touched` is a hint
-    for honest readers, and a guest could lower it to hide."""
+    """Each owned slot and the index of its first cell's first word. All slots are looked at: `occupied` is for
+    honest readers, and a guest could lower it to hide."""
     head, stride = lib.AVG_LEDGER_HEAD_BYTES // _WORD, lib.avg_slot_bytes(gpu_count) // _WORD
     for index in range(lib.AVG_SLOTS):
         at = head + index * stride
@@ -594,6 +598,8 @@ class LedgerFiles:
         if found is not None:
             self._flag(name, found)
             _restore_ledger(fd, count, policy.slice_key)
+            # Whose bit was lost would not be counted any more: all slots are looked at from now on.
+            os.pwrite(fd, b"\xff" * (lib.AVG_SLOTS // 8), _OCCUPIED)
             raw = os.pread(fd, wanted, 0)
         return raw.ljust(wanted, b"\0")  # cut short again under our hands: what is not there counts as nothing
 

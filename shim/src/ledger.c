@@ -102,15 +102,10 @@ static int gone(const struct avg_slot *slot, uint64_t owner, const struct avg_id
     return noted > 1 && !(owner & AVG_OWNER_RECLAIM) && noted != start;
 }
 
-static uint32_t touched(const struct avg_ledger *ledger) {
-    uint64_t count = AVG_LOAD(&ledger->slots_touched);
-    return count > AVG_SLOTS ? AVG_SLOTS : (uint32_t)count;
-}
-
 /* Clear the slots of the dead; whether any bytes came back. */
 static int reclaim(struct avg_account *account, const struct avg_identity *self) {
     uint64_t given = 0;
-    for (uint32_t i = 0, count = touched(account->ledger); i < count; i++) {
+    for (uint32_t i = 0; i < AVG_SLOTS; i++) {
         struct avg_slot *slot = avg_slot_at(account->ledger, account->gpu_count, i);
         uint64_t owner = AVG_LOAD(&slot->owner);
         if (!avg_owner_pid(owner) || (account->owner && i == account->slot) || !gone(slot, owner, self)) continue;
@@ -131,9 +126,7 @@ static int still_ours(const struct avg_account *account) {
 
 static void move_in(struct avg_account *account, const struct avg_identity *self, uint32_t index, uint64_t owner) {
     struct avg_slot *slot = avg_slot_at(account->ledger, account->gpu_count, index);
-    uint64_t seen = AVG_LOAD(&account->ledger->slots_touched);
-    while (seen < index + 1 &&
-           !__atomic_compare_exchange_n(&account->ledger->slots_touched, &seen, (uint64_t)index + 1, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {}
+    __atomic_fetch_or(&account->ledger->occupied[index / 64], 1ULL << index % 64, __ATOMIC_SEQ_CST);
     AVG_STORE(&slot->cookie[0], self->cookie[0]);
     AVG_STORE(&slot->cookie[1], self->cookie[1]);
     AVG_STORE(&slot->start_ticks, self->start_ticks);
@@ -154,7 +147,7 @@ static int is_own_past(const struct avg_slot *slot, uint64_t owner, const struct
 
 void avg_forget_past_image(struct avg_account *account, const struct avg_identity *self) {
     if (!account->ledger) return;
-    for (uint32_t i = 0, count = touched(account->ledger); i < count; i++) {
+    for (uint32_t i = 0; i < AVG_SLOTS; i++) {
         struct avg_slot *slot = avg_slot_at(account->ledger, account->gpu_count, i);
         uint64_t owner = AVG_LOAD(&slot->owner);
         if (avg_owner_pid(owner) == self->pid && is_own_past(slot, owner, self))
@@ -200,15 +193,17 @@ static uint64_t promised(struct avg_cell *cell) {
 
 static struct sums look(const struct avg_account *account, uint32_t gpu) {
     struct sums sums = {0, 0, 0};
-    size_t stride = avg_slot_bytes(account->gpu_count);
-    struct avg_cell *cell = avg_cell_at(avg_slot_at(account->ledger, account->gpu_count, 0), gpu);
-    uint32_t count = touched(account->ledger), own = account->owner ? account->slot : AVG_SLOTS;
-    for (uint32_t i = 0; i < count; i++, cell = (struct avg_cell *)((char *)cell + stride)) {
-        uint64_t pending = AVG_LOAD(&cell->pending);
-        if (i != own) sums.used = avg_sum(sums.used, promised(cell));
-        if (pending && i < own) sums.lower = 1;
-        sums.pending = avg_sum(sums.pending, pending);
-        sums.used = avg_sum(sums.used, AVG_LOAD(&cell->used)); /* last: see the head of this file */
+    uint32_t own = account->owner ? account->slot : AVG_SLOTS;
+    for (uint32_t word = 0; word < AVG_SLOTS / 64; word++) {
+        for (uint64_t left = AVG_LOAD(&account->ledger->occupied[word]); left; left &= left - 1) {
+            uint32_t i = word * 64 + (uint32_t)__builtin_ctzll(left);
+            struct avg_cell *cell = avg_cell_at(avg_slot_at(account->ledger, account->gpu_count, i), gpu);
+            uint64_t pending = AVG_LOAD(&cell->pending);
+            if (i != own) sums.used = avg_sum(sums.used, promised(cell));
+            if (pending && i < own) sums.lower = 1;
+            sums.pending = avg_sum(sums.pending, pending);
+            sums.used = avg_sum(sums.used, AVG_LOAD(&cell->used)); /* last: see the head of this file */
+        }
     }
     return sums;
 }

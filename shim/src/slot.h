@@ -73,6 +73,7 @@ static inline uint64_t avg_slot_reclaim(struct avg_ledger *ledger, uint32_t gpu_
     AVG_STORE(&slot->cookie[0], 0);
     AVG_STORE(&slot->cookie[1], 0);
     AVG_STORE(&slot->start_ticks, 0);
+    __atomic_fetch_and(&ledger->occupied[index / 64], ~(1ULL << index % 64), __ATOMIC_SEQ_CST);
     avg_owner_swap(slot, mine, avg_owner_after(mine, 0, 0, 0));
     return bytes;
 }

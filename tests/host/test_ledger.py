@@ -385,6 +385,7 @@ def test_an_overwritten_head_is_flagged_and_mended(files: LedgerFiles) -> None:
         file.write(b"x" * 40)
     assert files.usage(ALICE).damaged == "the head of the ledger was overwritten"
     assert ledger.read_bytes()[:32] == whole[:32]
+    assert ledger.read_bytes()[32:48] == b"\xff" * 16  # every slot is counted, whatever was lost
 
 
 def test_usage_of_a_slice_that_has_no_directory_is_not_found(files: LedgerFiles) -> None:

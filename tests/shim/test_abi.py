@@ -79,7 +79,7 @@ def test_nothing_has_moved_since_version_1() -> None:
         "avg_ledger.slot_bytes": 16,
         "avg_ledger.gpu_count": 20,
         "avg_ledger.slice_key": 24,
-        "avg_ledger.slots_touched": 32,
+        "avg_ledger.occupied": 32,
         "avg_ledger.past": 256,
     }
 

@@ -396,7 +396,6 @@ def test_without_any_slice_everything_passes(machine: Machine) -> None:
 def test_a_ledger_that_is_full_refuses_and_a_dead_process_in_it_makes_room(machine: Machine) -> None:
     a = machine.slice("a", (0, 600, None))
     raw = bytearray((a / "ledger").read_bytes())
-    raw[ffi.offsetof("struct avg_ledger", "slots_touched")] = lib.AVG_SLOTS
     for slot in range(lib.AVG_SLOTS):
         at = lib.AVG_LEDGER_HEAD_BYTES + slot * lib.avg_slot_bytes(1)
         raw[at : at + 8] = (5 << lib.AVG_OWNER_NS_SHIFT | 1).to_bytes(8, "little")  # pid 1 of a namespace we cannot see

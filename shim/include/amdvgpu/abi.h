@@ -137,8 +137,10 @@ struct avg_ledger {
     uint32_t slot_bytes;        /* D: AVG_SLOT_HEAD_BYTES + gpu_count * AVG_CELL_BYTES */
     uint32_t gpu_count;         /* D: as in the policy */
     uint64_t slice_key;         /* D: as in the policy */
-    uint64_t slots_touched;     /* G: slots at and above this index were never claimed; grows only */
-    uint64_t reserved[27];
+    uint64_t occupied[2];       /* G R: bit i%64 of word i/64: slot i may hold bytes. Set after a claim and before the first
+                                 * byte, cleared by whoever reclaims, before the slot is free: so both under ownership
+                                 * of the slot. A sum looks at these slots only */
+    uint64_t reserved[26];
     struct avg_past past[AVG_MAX_GPUS];
     uint64_t reserved1[96];
 };
@@ -207,7 +209,7 @@ AVG_AT(avg_ledger, slot_count, 12);
 AVG_AT(avg_ledger, slot_bytes, 16);
 AVG_AT(avg_ledger, gpu_count, 20);
 AVG_AT(avg_ledger, slice_key, 24);
-AVG_AT(avg_ledger, slots_touched, 32);
+AVG_AT(avg_ledger, occupied, 32);
 AVG_AT(avg_ledger, past, 256);
 AVG_SIZE(avg_ledger, AVG_LEDGER_HEAD_BYTES);
 
