@@ -214,7 +214,7 @@ async def test_a_body_that_never_ends_is_refused_by_size_and_one_that_never_come
         b"GET /v1/slices?since=" + b"9" * 6000 + b" HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n",
         b"GET / HTTP/1.1\r\nConnection: close\r\n\r\n",
         b"PUT /v1/slices/a HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: a/\xff\r\n\r\n",
-        b"\x16\x03\x01\x02\x00",
+        b"\x16\x03\x01\x02\x00\r\n\r\n",
     ],
 )
 async def test_no_bytes_make_the_daemon_fail(desk: Any, raw: bytes) -> None:
@@ -223,9 +223,8 @@ async def test_no_bytes_make_the_daemon_fail(desk: Any, raw: bytes) -> None:
         await asyncio.open_connection("127.0.0.1", desk.port),
     ):
         writer.write(raw)
-        writer.write_eof()
-        answer = await reader.read()
-        assert not answer or b"200" <= answer.split()[1] < b"500", answer
+        answer = await reader.read()  # no end of our side first: aiohttp would not answer at all, and nothing be tried
+        assert b"200" <= answer.split()[1] < b"500", answer
         writer.close()
         await writer.wait_closed()
     assert (await desk.ask("GET", "/healthz")).status == 200
