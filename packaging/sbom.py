@@ -119,8 +119,9 @@ def sbom(package: str, version: str, root: Path, shipped: list[Distribution]) ->
     when = datetime.fromtimestamp(int(os.environ.get("SOURCE_DATE_EPOCH", "0")), UTC)
     components = [_component(d) for d in shipped if d.name != OWN]
     components += [_library(path, root, version) for path in sorted(root.glob("usr/lib/amdvgpu/*.so"))]
-    for d in shipped:  # C libraries that a wheel carries: their version is stated nowhere but in the wheel's sources
-        components += [_library(path, root, None) for path in sorted(d.folder.parent.glob(f"{d.name}.libs/*.so*"))]
+    # C libraries that a wheel carries: their version is stated nowhere but in the wheel's own sources.
+    carried = (path for d in shipped for path in sorted(d.folder.parent.glob(f"{d.name}.libs/*.so*")))
+    components += [_library(path, root, None) for path in carried]
     document = {
         "bomFormat": "CycloneDX",
         "specVersion": "1.5",
@@ -189,10 +190,8 @@ def copyright_file(root: Path, shipped: list[Distribution]) -> str:
             d.licence.replace(" AND ", " and ") if not text else f"{d.licence.replace(' AND ', '-and-')}-of-{d.name}"
         )
         stanzas.append(f"Files: {files}\nCopyright: {holders}\nLicense: {label}\n{text}")
-    for licence in sorted(needed):
-        stanzas.append(
-            f"License: {licence}\n On Debian systems the full text is in /usr/share/common-licenses/{COMMON[licence]}.\n"
-        )
+    place = "On Debian systems the full text is in /usr/share/common-licenses"
+    stanzas += [f"License: {licence}\n {place}/{COMMON[licence]}.\n" for licence in sorted(needed)]
     return "\n".join(stanzas)
 
 
