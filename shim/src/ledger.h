@@ -23,6 +23,7 @@ struct avg_account {
     uint32_t slot;                          /* ours, where `owner` is not 0 */
     uint64_t owner;                         /* the word by which the slot is ours */
     uint64_t held[AVG_MAX_GPUS];            /* what we charged: restored if the slot is lost */
+    uint64_t last_total[AVG_MAX_GPUS];      /* the slice's total when we last looked: a guess of what it is now */
 };
 
 /* Have a slot, clearing those of the dead when a new one is taken. Not 0: there is none. The calls below do it themselves

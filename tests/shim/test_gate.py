@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -498,3 +499,22 @@ def test_a_mended_ledger_is_charged_again_by_the_processes_that_live(machine: Ma
     assert player.stdout.readline() == "alloc:1000:4096 -> ok\n"
     assert machine.slots(a) == [(player.pid, 600 * MIB + 4096)]
     player.communicate("\n")
+
+
+@pytest.mark.root
+def test_mounted_slices_are_obeyed_and_none_can_be_added_by_the_environment(machine: Machine) -> None:
+    machine.slice("a", (0, 600, None))
+    extra = machine.root / "extra"
+    shutil.copytree(machine.root / "slices/a", extra)
+    play = f"{machine.built.drive} alloc:1000:{500 * MIB} alloc:1000:{500 * MIB} bank:1"
+    script = f"""
+        mount -t tmpfs none /run && mkdir /run/amdvgpu && mount --bind {machine.root}/slices /run/amdvgpu
+        export AMDVGPU_SLICE_DIR={extra} LD_PRELOAD="{machine.built.gate} {machine.built.stub}"
+        exec {play}
+    """
+    environment = {k: v for k, v in machine.environment().items() if k not in ("LD_PRELOAD", "AMDVGPU_SLICE_DIR")}
+    command = ["unshare", "--mount", "sh", "-c", script]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    answers = [line.partition(" -> ")[2] for line in done.stdout.splitlines()]
+    assert answers[:2] == ["ok", "ENOMEM"]
+    assert f"size_in_bytes {600 * MIB};" in answers[2]
