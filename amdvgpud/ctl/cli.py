@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from amdvgpud.core import wire
     from amdvgpud.ctl.client import Client
     from amdvgpud.ctl.delivery import Grant, Program
+    from amdvgpud.ctl.doctor import Finding
 
 OK: Final = 0
 REFUSED: Final = 1
@@ -678,6 +679,69 @@ def status(output: str) -> None:
     with _said_plainly():
         answer, raw = _client().get("/v1/system", wire.SystemView)
     _print_json(raw) if output == "json" else show.system(answer)
+
+
+@cli.command()
+@click.option(
+    "--image-root",
+    type=click.Path(exists=True, file_okay=False),
+    help="Look at an unpacked image too: whether the gate can get into its programs.",
+)
+@_reading
+def doctor(image_root: str | None, output: str) -> None:
+    """Say what this machine lacks for slices of its GPUs, and the cure of each lack. Changes nothing.
+
+    Judged are driver, devices and their groups, kernel, cgroups, SELinux, the gate, the daemon, and whether each
+    container runtime here would resolve the slices. Run it as the user who is to use them. Exit code 1: something is
+    missing.
+    """
+    import dataclasses
+    import json
+
+    found = _diagnosis(image_root)
+    healthy = all(f.state != "missing" for f in found)
+    if output == "json":
+        click.echo(json.dumps({"ok": healthy, "findings": [dataclasses.asdict(f) for f in found]}, indent=1))
+    else:
+        for finding in found:
+            click.echo(f"{finding.state:<7}  {finding.subject}: {finding.text}")
+            if finding.cure:
+                click.echo(f"{'':7}  cure: {finding.cure}")
+    if not healthy:
+        sys.exit(REFUSED)
+
+
+def _diagnosis(image_root: str | None = None) -> list[Finding]:
+    from pathlib import Path
+
+    from amdvgpud.ctl import runtimes
+    from amdvgpud.ctl.doctor import ask_daemon, findings, read_probe
+
+    image = None if image_root is None else Path(image_root)
+    return list(findings(read_probe(ask_daemon(_client()), runtimes.installed(), image_root=image)))
+
+
+@cli.command("support-bundle")
+@click.argument("file", default="amdvgpud-support.tar.gz", type=click.Path(dir_okay=False))
+def support_bundle(file: str) -> None:
+    """Write what a report of trouble needs into FILE, a tar.gz: settings, state, metrics, events, log, sysfs, versions.
+
+    Tokens, passwords and keys are taken out. Names of slices, holders of leases, PCI addresses and serial numbers are
+    in it: look before you pass it on. Run it as root, else parts are missing; what is missing is told in the file.
+    """
+    from pathlib import Path
+
+    from amdvgpud.ctl import bundle
+
+    contents = bundle.members(_client(), _diagnosis())
+    try:
+        bundle.write(Path(file), bundle.archive(contents))
+    except OSError as e:
+        raise _Failed(f"{file}: {e.strerror}", REFUSED) from e
+    lacking = contents["missing.txt"].decode().splitlines()
+    click.echo(
+        f"{file}: {len(contents)} files" + (f"; missing, as told in missing.txt: {len(lacking)}" if lacking else "")
+    )
 
 
 @cli.command()

@@ -78,6 +78,10 @@ class Client:
         """As :meth:`get`, for a request that changes something."""
         return self._decoded(self._answer(method, path, body, query, headers), shape)
 
+    def content(self, path: str, **query: str) -> bytes:
+        """The answer to a GET as it came, whatever it is: for what is kept or passed on, not understood."""
+        return self._answer("GET", path, None, query)
+
     def delete(self, path: str, **query: str) -> None:
         self._answer("DELETE", path, None, query)
 

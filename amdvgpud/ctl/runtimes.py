@@ -23,6 +23,14 @@ _COMMANDS = {"cri-o": "crio"}
 """Where the command is not called as the runtime is."""
 
 
+def installed() -> Iterator[tuple[str, str]]:
+    """(name, version) of each runtime that is found on the PATH; version '' where it does not say."""
+    for runtime in RUNTIMES:
+        command = _COMMANDS.get(runtime, runtime)
+        if shutil.which(command):
+            yield runtime, _version_of(command)
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
     good: bool
@@ -45,7 +53,7 @@ def findings(cdi: wire.CdiView, name: str | None) -> Iterator[Finding]:
         return
     yield _file(path, cdi.spec)
     version = str(cdi.spec.get("cdiVersion", ""))
-    yield from (_runtime(r, version, str(path.parent)) for r in RUNTIMES if shutil.which(_COMMANDS.get(r, r)))
+    yield from (_runtime(name, release, version, str(path.parent)) for name, release in installed())
 
 
 def _file(path: Path, spec: dict[str, object]) -> Finding:
@@ -63,8 +71,7 @@ def _file(path: Path, spec: dict[str, object]) -> Finding:
     return Finding(True, str(path), f"as the daemon wrote it, CDI {spec.get('cdiVersion')}, mode {mode:04o}")
 
 
-def _runtime(runtime: str, cdi_version: str, directory: str) -> Finding:
-    version = _version_of(_COMMANDS.get(runtime, runtime))
+def _runtime(runtime: str, version: str, cdi_version: str, directory: str) -> Finding:
     try:
         why_not = refusal(runtime, version, cdi_version, directory)
         needed = to_switch_on(runtime, version, directory)
