@@ -46,7 +46,8 @@ def socket(public_all_along: Path) -> Iterator[str]:
             yield str(home / "run" / "api.sock")
         finally:
             daemon.terminate()
-            daemon.communicate(timeout=60)
+            _, rest = daemon.communicate(timeout=60)
+            assert daemon.returncode == 0, rest
             subprocess.run(["umount", home / "run" / "slices"], check=False, capture_output=True)
 
 
