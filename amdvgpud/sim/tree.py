@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from amdvgpud.core.errors import HostFailure, Invalid
 from amdvgpud.sim.models import GIB, PAGE, SimGpu, Simulation
 
-LAYOUT: Final = 1
+LAYOUT: Final = 2
 """Version of the root's layout; raise it when a root that already stands must be built anew."""
 
 DRM_MINORS: Final = 64
@@ -99,10 +99,11 @@ def build_tree(simulation: Simulation, root: Path, *, xcp_separator: str = "_") 
     """
     label = f"layout {LAYOUT}, xcp{xcp_separator}\n" + "".join(f"{gpu}\n" for gpu in simulation.gpus)
     mark = root / "simulation"
-    server = any(gpu.model.modes or gpu.model.hive_size for gpu in simulation.gpus)
-    nodes, xcps = _number(simulation, int(server), xcp_separator)
+    server = _is_server(simulation)
+    nodes, xcps = _number(simulation, xcp_separator)
     try:
         if mark.is_file() and mark.read_text() == label:
+            _mend(root)
             return False
         if root.exists() and not mark.is_file() and any(root.iterdir()):
             raise HostFailure(
@@ -126,6 +127,88 @@ def build_tree(simulation: Simulation, root: Path, *, xcp_separator: str = "_") 
     except OSError as error:
         raise HostFailure(f"the simulated machine cannot be written to {root}: {error}") from error
     return True
+
+
+def repartition(simulation: Simulation, root: Path, index: int, mode: str) -> None:
+    """Put GPU ``index`` of the machine that stands in ``root`` into ``mode``, in place, as a driver does it.
+
+    Its KFD nodes go and new ones come **last** in KFD order, with new gpu_ids (``kfd_topology.c`` appends a node that
+    comes back); all nodes are numbered anew, and the generation grows. The root, the devices' files and their inodes,
+    the other GPUs' gpu_ids and memory, softkfd's table and its processes stay: containers have them mounted. The
+    content of the GPU's own memory is gone. The caller has made sure that nobody uses it, and holds softkfd's lock.
+
+    ``simulation`` is the one that the root was built from: what was switched since is read from the root itself, so a
+    daemon that starts again with the same text finds the machine as it left it.
+    """
+    now, order, gpu_ids = _present(simulation, root)
+    gpus = tuple(replace(gpu, mode=mode) if i == index else gpu for i, gpu in enumerate(now.gpus))
+    kept = {place: gpu_id for place, gpu_id in gpu_ids.items() if place[0] != index}
+    after = Simulation(simulation.text, gpus)
+    last = [*(i for i in order if i != index), index]
+    nodes, _ = _number(after, _xcp_separator(root), last, kept)
+    was = int((root / _TOPOLOGY / "generation_id").read_text())
+    own = [node for node in nodes if node.gpu_index == index]
+    aside = root / ".switch"
+    if aside.exists():
+        shutil.rmtree(aside)  # of a daemon that died in a switch
+    aside.mkdir()
+    _write_topology(_Writer(str(aside)), nodes, generation=was + len(gpu_ids) - len(kept) + len(own))
+    for _, minor, _ in _drm_devices(after, _xcp_separator(root))[0][index]:
+        os.truncate(root / f"dev/dri/renderD{minor}", 0)
+        os.truncate(root / f"dev/dri/renderD{minor}", RENDER_FILE_BYTES)
+    (root / _TOPOLOGY).rename(aside / "old")
+    (aside / _TOPOLOGY).rename(root / _TOPOLOGY)
+    _rewrite(root / "gpus.conf", "".join(_conf_line(node) for node in nodes))
+    # Last, as the file is what says that a switch is done: a daemon that died before finds the old mode, and switches.
+    _rewrite(root / _pci_path(gpus[index]) / "current_compute_partition", f"{mode}\n")
+    shutil.rmtree(aside)
+
+
+def _mend(root: Path) -> None:
+    """After a daemon that died between the two renames of :func:`repartition`: the topology that was."""
+    if not (root / _TOPOLOGY).exists() and (root / ".switch/old").exists():
+        (root / ".switch/old").rename(root / _TOPOLOGY)
+
+
+def present(simulation: Simulation, root: Path) -> Simulation:
+    """``simulation`` with the compute modes that its GPUs in ``root`` are in now."""
+    return _present(simulation, root)[0]
+
+
+def _present(simulation: Simulation, root: Path) -> tuple[Simulation, list[int], dict[tuple[int, int], int]]:
+    """The machine as it is, its GPUs in KFD order, and the gpu_id of each (GPU, partition)."""
+    gpus, by_path = [], {}
+    for index, gpu in enumerate(simulation.gpus):
+        path = _pci_path(gpu)
+        by_path[path] = index
+        mode = root / path / "current_compute_partition"
+        gpus.append(replace(gpu, mode=mode.read_text().strip()) if mode.exists() else gpu)
+    order: list[int] = []
+    gpu_ids: dict[tuple[int, int], int] = {}
+    for line in (root / "gpus.conf").read_text().splitlines():
+        values = dict(pair.split("=", 1) for pair in line.split())
+        index = by_path[values["device"]]
+        if index not in order:
+            order.append(index)
+        partition = sum(place[0] == index for place in gpu_ids)
+        gpu_ids[index, partition] = int(values["gpu_id"])
+    return Simulation(simulation.text, tuple(gpus)), order, gpu_ids
+
+
+def _xcp_separator(root: Path) -> str:
+    return (root / "simulation").read_text().splitlines()[0].rpartition("xcp")[2]
+
+
+def _rewrite(path: Path, text: str) -> None:
+    new = path.with_name(f".{path.name}.new")
+    new.write_text(text)
+    new.chmod(0o644)
+    new.rename(path)
+
+
+def _is_server(simulation: Simulation) -> bool:
+    """Whether the machine has a management board, whose display controller takes card0."""
+    return any(gpu.model.modes or gpu.model.hive_size for gpu in simulation.gpus)
 
 
 class _Writer:
@@ -196,11 +279,18 @@ def _write_machine(
     _write_softkfd(out, nodes)
 
 
-def _number(simulation: Simulation, first_card: int, xcp_separator: str) -> tuple[list[_Node], list[_Xcp]]:
-    """Give every GPU its card, minors and KFD nodes, as a driver that finds them one after another does."""
-    nodes: list[_Node] = []
+_DrmDevice = tuple[int, int, str]
+"""Card, render minor, and the path of the device whose nodes these are."""
+
+
+def _drm_devices(simulation: Simulation, xcp_separator: str) -> tuple[list[list[_DrmDevice]], list[_Xcp]]:
+    """The DRM devices of each GPU, those of partitions included that its mode does not make; and these by themselves.
+
+    As a driver gives them that finds the GPUs one after another. No mode changes them.
+    """
+    of_gpus: list[list[_DrmDevice]] = []
     xcps: list[_Xcp] = []
-    card, minor, simd_id = first_card, RENDER_BASE, _SIMD_ID_BASE
+    card, minor = int(_is_server(simulation)), RENDER_BASE
     for index, gpu in enumerate(simulation.gpus):
         if card >= DRM_MINORS or minor >= RENDER_BASE + DRM_MINORS:
             raise Invalid.field(
@@ -217,16 +307,39 @@ def _number(simulation: Simulation, first_card: int, xcp_separator: str) -> tupl
             xcps.append(_Xcp(len(xcps), card, minor, path))
             devices.append((card, minor, path))
             card, minor = card + 1, minor + 1
+        of_gpus.append(devices)
+    return of_gpus, xcps
+
+
+_SWITCHED_IDS: Final = 0x8000
+"""gpu_ids of GPUs that were switched begin here, past those of a fresh machine. In the driver they are a hash."""
+
+
+def _number(
+    simulation: Simulation,
+    xcp_separator: str,
+    order: Sequence[int] | None = None,
+    kept: Mapping[tuple[int, int], int] | None = None,
+) -> tuple[list[_Node], list[_Xcp]]:
+    """Give every GPU its card, minors and KFD nodes. A fresh machine unless ``order`` (of the GPUs, in the KFD) and
+    ``kept`` (gpu_ids by GPU and partition; those of others are new) say what has become of it."""
+    of_gpus, xcps = _drm_devices(simulation, xcp_separator)
+    nodes: list[_Node] = []
+    simd_id = _SIMD_ID_BASE
+    for index in range(len(simulation.gpus)) if order is None else order:
+        gpu = simulation.gpus[index]
         hive_id = _hive_id(simulation, index)
-        for partition, (node_card, node_minor, path) in enumerate(devices[: gpu.partition_count]):
+        for partition, (node_card, node_minor, path) in enumerate(of_gpus[index][: gpu.partition_count]):
             number = len(nodes)
+            mode_rank = [*gpu.model.modes, gpu.mode].index(gpu.mode)
+            switched = _SWITCHED_IDS + 0x100 * index + 0x10 * mode_rank + partition
             nodes.append(
                 _Node(
                     gpu=gpu,
                     gpu_index=index,
                     partition=partition,
                     node=1 + number,
-                    gpu_id=0x1000 + 0x111 * (number + 1),
+                    gpu_id=0x1000 + 0x111 * (number + 1) if kept is None else kept.get((index, partition), switched),
                     card=node_card,
                     minor=node_minor,
                     simd_id_base=simd_id,
@@ -254,17 +367,21 @@ def _hive_id(simulation: Simulation, index: int) -> int:
 
 
 def _write_kfd(out: _Writer, nodes: Sequence[_Node]) -> None:
-    out.file(f"{_TOPOLOGY}/generation_id", "1")
-    out.file(
-        f"{_TOPOLOGY}/system_properties",
-        _properties([("platform_oem", 0), ("platform_id", 0), ("platform_rev", 0)]),
-    )
     out.file("sys/devices/virtual/kfd/kfd/dev", "235:0")
     out.file("sys/devices/virtual/kfd/kfd/uevent", "MAJOR=235\nMINOR=0\nDEVNAME=kfd")
     out.link("sys/devices/virtual/kfd/kfd/subsystem", "sys/class/kfd")
     out.link("sys/class/kfd/kfd", "sys/devices/virtual/kfd/kfd")
     out.link("sys/dev/char/235:0", "sys/devices/virtual/kfd/kfd")
     out.folder("sys/devices/virtual/kfd/kfd/proc", 0o777)
+    _write_topology(out, nodes, generation=1)
+
+
+def _write_topology(out: _Writer, nodes: Sequence[_Node], *, generation: int) -> None:
+    out.file(f"{_TOPOLOGY}/generation_id", str(generation))
+    out.file(
+        f"{_TOPOLOGY}/system_properties",
+        _properties([("platform_oem", 0), ("platform_id", 0), ("platform_rev", 0)]),
+    )
     _write_cpu_node(out, nodes)
     for node in nodes:
         _write_gpu_node(out, node, nodes)
@@ -527,6 +644,17 @@ def _write_pci_device(out: _Writer, gpu: SimGpu, index: int, nodes: Sequence[_No
                 ("available_compute_partition", ", ".join(model.modes)),
                 ("current_memory_partition", gpu.memory_mode),
                 ("available_memory_partition", ", ".join(memory_modes)),
+            ],
+        )
+        # Of newer drivers: what xcp_config selects is described beside it. It is no more than a selector.
+        out.files(
+            f"{path}/compute_partition_config",
+            [
+                ("supported_xcp_configs", ", ".join(model.modes)),
+                ("xcp_config", gpu.mode),
+                ("supported_nps_configs", ", ".join(model.modes[gpu.mode])),
+                ("xcc/num_inst", str(gpu.xccs_per_partition)),
+                ("xcc/num_shared", "1"),
             ],
         )
     _write_pci_config(out, path, model.device_id, model.revision, model.pci_class)

@@ -25,17 +25,17 @@ static uint64_t clock_ns(clockid_t clock) {
 
 static int get_apertures(struct kfd_ioctl_get_process_apertures_new_args *a) {
   struct kfd_process_device_apertures *p = (void *)a->kfd_process_device_apertures_ptr;
-  soft_load_gpus();
+  soft_reload_gpus();
   uint32_t n = 0;
-  if (!a->num_of_nodes) {
-    a->num_of_nodes = soft_gpu_count;
-    return 0;
-  }
-  for (; n < (uint32_t)soft_gpu_count && n < a->num_of_nodes; n++)
-    p[n] = (struct kfd_process_device_apertures){.lds_base = 1ull << 48, .lds_limit = (1ull << 48) + 0xffffffff,
+  for (int i = 0; i < soft_gpu_count; i++) {
+    if (soft_gpus[i].gone || (a->num_of_nodes && n == a->num_of_nodes)) continue;
+    if (a->num_of_nodes)
+      p[n] = (struct kfd_process_device_apertures){.lds_base = 1ull << 48, .lds_limit = (1ull << 48) + 0xffffffff,
                                                  .scratch_base = 2ull << 48, .scratch_limit = (2ull << 48) + 0xffffffff,
                                                  .gpuvm_base = 0x10000, .gpuvm_limit = (1ull << 47) - 1,
-                                                 .gpu_id = soft_gpus[n].gpu_id};
+                                                 .gpu_id = soft_gpus[i].gpu_id};
+    n++;
+  }
   a->num_of_nodes = n;
   return 0;
 }
@@ -118,7 +118,12 @@ static int kfd_ioctl(unsigned long request, void *arg) {
   }
 }
 
-void soft_opened_kfd(int fd) { syscall(SYS_fcntl, fd, F_SETOWN, getpid()); }
+/* The driver gives a process a context on each GPU that its device cgroup admits, at its first open and until it ends;
+ * and while there is one, the GPU cannot be partitioned anew. */
+void soft_opened_kfd(int fd) {
+  syscall(SYS_fcntl, fd, F_SETOWN, getpid());
+  soft_claim(NULL);
+}
 
 static bool opened_by_us(int fd) { return syscall(SYS_fcntl, fd, F_GETOWN, 0) == getpid(); }
 
@@ -127,6 +132,7 @@ enum soft_device soft_device_of_inode(dev_t dev, ino_t ino, struct soft_gpu **g)
   if (ino == soft_kfd_ino) return SOFT_KFD;
   soft_load_gpus();
   for (int i = 0; i < soft_gpu_count; i++) {
+    if (soft_gpus[i].gone) continue;
     *g = &soft_gpus[i];
     if (ino == soft_gpus[i].ino) return SOFT_RENDER;
     if (ino == soft_gpus[i].card_ino) return SOFT_CARD;
@@ -153,6 +159,7 @@ EXPORT int ioctl(int fd, unsigned long request, ...) {
   if (!soft_root[0] || (_IOC_TYPE(request) != 'K' && _IOC_TYPE(request) != 'd') ||
       syscall(SYS_newfstatat, fd, "", &st, AT_EMPTY_PATH))
     return syscall(SYS_ioctl, fd, request, arg);
+  soft_reload_gpus();
   enum soft_device device = soft_device_of_inode(st.st_dev, st.st_ino, &g);
   switch (device) {
   case SOFT_NONE: return syscall(SYS_ioctl, fd, request, arg);

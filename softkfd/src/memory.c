@@ -31,7 +31,8 @@ enum { FREE_SLOT = 0, OWNS_MEMORY = 1, ALIAS = 2 /* an import, or a GEM_VA mappi
 struct buffer {
   uint64_t handle, va, size, offset;
   uint64_t dmabuf_ino; /* of the memfd that stands for it, once exported */
-  uint32_t owner, gpu, flags, state; /* gpu: index into soft_gpus; flags: KFD_IOC_ALLOC_MEM_FLAGS_* */
+  uint32_t owner, gpu, flags, state; /* gpu: gpu_id, as entries of soft_gpus differ from process to process once a GPU was
+                                      * partitioned anew; flags: KFD_IOC_ALLOC_MEM_FLAGS_* */
 };
 struct table {
   uint64_t count; /* slots that were ever used */
@@ -66,7 +67,6 @@ static void become_owner(void) {
 /* False: the table cannot be had or is nonsense (anybody may write it), and every request for memory is refused. */
 static bool lock(void) {
   char path[PATH_MAX];
-  soft_load_gpus();
   pthread_mutex_lock(&mutex);
   snprintf(path, sizeof path, "%s/state", soft_root);
   if (!table) {
@@ -84,6 +84,7 @@ static bool lock(void) {
     return false;
   }
   flock(table_fd, LOCK_EX);
+  soft_reload_gpus(); /* now: whoever partitions a GPU anew holds the lock too */
   if (owner_fd < 0) become_owner();
   return true;
 }
@@ -100,6 +101,7 @@ void soft_memory_forget(void) {
   if (table_fd >= 0) close(table_fd);
   if (owner_fd >= 0) close(owner_fd);
   table_fd = owner_fd = -1;
+  for (int i = 0; i < soft_gpu_count; i++) soft_gpus[i].claimed = false;
   pthread_mutex_init(&mutex, NULL);
 }
 
@@ -119,25 +121,24 @@ static uint64_t used_locked(uint32_t gpu, uint32_t pool, uint32_t who, bool char
 void soft_used(const struct soft_gpu *g, uint64_t *vram, uint64_t *gtt) {
   *vram = *gtt = 0;
   if (!lock()) return;
-  *vram = used_locked(g - soft_gpus, KFD_IOC_ALLOC_MEM_FLAGS_VRAM, 0, false);
-  *gtt = used_locked(g - soft_gpus, KFD_IOC_ALLOC_MEM_FLAGS_GTT, 0, false);
+  *vram = used_locked(g->gpu_id, KFD_IOC_ALLOC_MEM_FLAGS_VRAM, 0, false);
+  *gtt = used_locked(g->gpu_id, KFD_IOC_ALLOC_MEM_FLAGS_GTT, 0, false);
   unlock();
 }
 
 /* The device's figures are of the whole device, also where it is partitioned, and so is used_memory of each node. */
-static void publish_device_locked(uint32_t gpu) {
+static void publish_device_locked(const char *device) {
   char path[256];
   uint64_t vram = 0, gtt = 0;
-  const char *device = soft_gpus[gpu].device;
   for (int i = 0; i < soft_gpu_count; i++)
-    if (!strcmp(soft_gpus[i].device, device)) {
-      vram += used_locked(i, KFD_IOC_ALLOC_MEM_FLAGS_VRAM, 0, false);
-      gtt += used_locked(i, KFD_IOC_ALLOC_MEM_FLAGS_GTT, 0, false);
+    if (!soft_gpus[i].gone && !strcmp(soft_gpus[i].device, device)) {
+      vram += used_locked(soft_gpus[i].gpu_id, KFD_IOC_ALLOC_MEM_FLAGS_VRAM, 0, false);
+      gtt += used_locked(soft_gpus[i].gpu_id, KFD_IOC_ALLOC_MEM_FLAGS_GTT, 0, false);
     }
   snprintf(path, sizeof path, "%s/mem_info_vram_used", device), soft_put(path, vram);
   snprintf(path, sizeof path, "%s/mem_info_gtt_used", device), soft_put(path, gtt);
   for (int i = 0; i < soft_gpu_count; i++)
-    if (!strcmp(soft_gpus[i].device, device)) {
+    if (!soft_gpus[i].gone && !strcmp(soft_gpus[i].device, device)) {
       snprintf(path, sizeof path, "/sys/devices/virtual/kfd/kfd/topology/nodes/%u/mem_banks/0/used_memory",
                soft_gpus[i].node);
       soft_put(path, vram);
@@ -150,7 +151,7 @@ static void publish_process_locked(const struct soft_gpu *g) {
   int n = snprintf(path, sizeof path, "/sys/devices/virtual/kfd/kfd/proc/%d", getpid());
   soft_put_folder(path);
   snprintf(path + n, sizeof path - n, "/vram_%u", g->gpu_id);
-  soft_put(path, used_locked(g - soft_gpus, KFD_IOC_ALLOC_MEM_FLAGS_VRAM, owner, false));
+  soft_put(path, used_locked(g->gpu_id, KFD_IOC_ALLOC_MEM_FLAGS_VRAM, owner, false));
 }
 
 void soft_publish_process(const struct soft_gpu *g) {
@@ -159,16 +160,39 @@ void soft_publish_process(const struct soft_gpu *g) {
   unlock();
 }
 
-static void publish_locked(uint32_t gpu) {
-  publish_device_locked(gpu);
-  publish_process_locked(&soft_gpus[gpu]);
+static struct soft_gpu *gpu_locked(uint32_t gpu_id) { /* NULL: a partition that is no more, with memory of the dead */
+  for (int i = 0; i < soft_gpu_count; i++)
+    if (!soft_gpus[i].gone && soft_gpus[i].gpu_id == gpu_id) return &soft_gpus[i];
+  return NULL;
+}
+
+static void publish_locked(uint32_t gpu_id) {
+  const struct soft_gpu *g = gpu_locked(gpu_id);
+  if (!g) return;
+  publish_device_locked(g->device);
+  publish_process_locked(g);
+}
+
+void soft_claim(struct soft_gpu *only) {
+  char text[16];
+  if (!lock()) return;
+  for (int i = 0; i < soft_gpu_count; i++) {
+    struct soft_gpu *g = &soft_gpus[i];
+    if (g->gone || g->claimed || (only ? g != only : !soft_admits(g))) continue;
+    int n = snprintf(text, sizeof text, "%u\n", g->gpu_id);
+    g->claimed = lseek(owner_fd, 0, SEEK_END) >= 0 && write(owner_fd, text, n) == n;
+    publish_process_locked(g);
+  }
+  unlock();
 }
 
 /* -------------------------------------------------------------------------------------------------------- the dead */
 
-static int open_memory(uint32_t gpu) {
+static int open_memory(uint32_t gpu_id) {
   char path[PATH_MAX];
-  snprintf(path, sizeof path, "%s/dev/dri/renderD%u", soft_root, soft_gpus[gpu].minor);
+  const struct soft_gpu *g = gpu_locked(gpu_id);
+  if (!g) return -1;
+  snprintf(path, sizeof path, "%s/dev/dri/renderD%u", soft_root, g->minor);
   return soft_open(path, O_RDWR);
 }
 
@@ -234,7 +258,8 @@ static void reap_locked(void) {
   }
   if (d) closedir(d);
   for (int i = 0; any && i < soft_gpu_count; i++)
-    if (!i || strcmp(soft_gpus[i].device, soft_gpus[i - 1].device)) publish_device_locked(i);
+    if (!soft_gpus[i].gone && (!i || strcmp(soft_gpus[i].device, soft_gpus[i - 1].device)))
+      publish_device_locked(soft_gpus[i].device);
 }
 
 void soft_reap(void) {
@@ -268,7 +293,7 @@ static struct buffer *free_slot_locked(void) {
 }
 
 static uint64_t handle_of(const struct buffer *b) {
-  return (uint64_t)soft_gpus[b->gpu].gpu_id << 32 | (uint64_t)(b - table->buffer + 1);
+  return (uint64_t)b->gpu << 32 | (uint64_t)(b - table->buffer + 1);
 }
 
 static struct buffer *by_handle_locked(uint64_t handle) {
@@ -279,8 +304,8 @@ static struct buffer *by_handle_locked(uint64_t handle) {
   return NULL;
 }
 
-static int take_locked(uint32_t gpu, struct buffer want, struct buffer **taken) {
-  const struct soft_gpu *g = &soft_gpus[gpu];
+static int take_locked(const struct soft_gpu *g, struct buffer want, struct buffer **taken) {
+  uint32_t gpu = g->gpu_id;
   reap_locked();
   if (want.size > 1ull << 46) return ENOMEM; /* no sum below can overflow */
   if (is_vram(&want)) {
@@ -313,7 +338,7 @@ int soft_alloc(struct kfd_ioctl_alloc_memory_of_gpu_args *a) {
   else if (!error) {
     if (a->flags & KFD_IOC_ALLOC_MEM_FLAGS_USERPTR) want.offset = a->mmap_offset; /* an address of the process */
     if (a->flags & KFD_IOC_ALLOC_MEM_FLAGS_MMIO_REMAP) want.offset = (8ull << 20) + (g - soft_gpus) * 4096;
-    error = take_locked(g - soft_gpus, want, &b);
+    error = take_locked(g, want, &b);
     if (!error) {
       a->handle = b->handle;
       if (!(a->flags & KFD_IOC_ALLOC_MEM_FLAGS_USERPTR)) a->mmap_offset = b->offset;
@@ -355,7 +380,7 @@ int soft_available(struct kfd_ioctl_get_available_memory_args *a) {
   if (error) return error;
   if (!g || !lock()) return EINVAL;
   reap_locked();
-  uint64_t used = used_locked(g - soft_gpus, KFD_IOC_ALLOC_MEM_FLAGS_VRAM, 0, true) + VRAM_RESERVED;
+  uint64_t used = used_locked(g->gpu_id, KFD_IOC_ALLOC_MEM_FLAGS_VRAM, 0, true) + VRAM_RESERVED;
   unlock();
   a->available = used > g->vram ? 0 : (g->vram - used) & ~((2ull << 20) - 1);
   soft_log("\"op\":\"AVAILABLE\",\"gpu\":%u,\"available\":%llu", a->gpu_id, (unsigned long long)a->available);
@@ -398,7 +423,7 @@ static int alias_locked(uint32_t gpu, const struct buffer *of, uint64_t va, uint
 int soft_dmabuf_info(struct kfd_ioctl_get_dmabuf_info_args *a) {
   if (!lock()) return EINVAL;
   struct buffer *b = by_dmabuf_locked(a->dmabuf_fd);
-  if (b) a->size = b->size, a->gpu_id = soft_gpus[b->gpu].gpu_id, a->flags = b->flags, a->metadata_size = 0;
+  if (b) a->size = b->size, a->gpu_id = b->gpu, a->flags = b->flags, a->metadata_size = 0;
   unlock();
   soft_log("\"op\":\"DMABUF_INFO\",\"found\":%d", b != NULL);
   return b ? 0 : EINVAL;
@@ -409,7 +434,7 @@ int soft_import_dmabuf(struct kfd_ioctl_import_dmabuf_args *a) {
   int error = EINVAL;
   if (!lock()) return EINVAL;
   struct buffer *b = by_dmabuf_locked(a->dmabuf_fd);
-  if (b && g) error = alias_locked(g - soft_gpus, b, a->va_addr, b->offset, b->size, &a->handle);
+  if (b && g) error = alias_locked(g->gpu_id, b, a->va_addr, b->offset, b->size, &a->handle);
   unlock();
   soft_log("\"op\":\"IMPORT_DMABUF\",\"gpu\":%u,\"err\":%d", a->gpu_id, error);
   return error;
@@ -441,7 +466,7 @@ int soft_ipc_import(struct kfd_ioctl_ipc_import_args *a) {
   struct buffer *b = a->share[0] < table->count ? &table->buffer[a->share[0]] : NULL;
   if (g && b && b->state == OWNS_MEMORY && b->owner == a->share[1]) {
     a->mmap_offset = b->offset, a->flags = 0;
-    error = alias_locked(g - soft_gpus, b, a->va_addr, b->offset, b->size, &a->handle);
+    error = alias_locked(g->gpu_id, b, a->va_addr, b->offset, b->size, &a->handle);
   }
   unlock();
   soft_log("\"op\":\"IPC_IMPORT\",\"gpu\":%u,\"err\":%d", a->gpu_id, error);
@@ -461,8 +486,9 @@ int soft_gem_create(struct soft_gpu *g, union drm_amdgpu_gem_create *a) {
   struct buffer want = {.size = size}, *b = NULL;
   if (!size || !(domains & (AMDGPU_GEM_DOMAIN_VRAM | AMDGPU_GEM_DOMAIN_GTT))) return EINVAL;
   want.flags = domains & AMDGPU_GEM_DOMAIN_VRAM ? KFD_IOC_ALLOC_MEM_FLAGS_VRAM : KFD_IOC_ALLOC_MEM_FLAGS_GTT;
+  soft_claim(g); /* the driver asks no such thing of a DRM client; here its memory lies in the file that a switch empties */
   if (!lock()) return ENOMEM;
-  int error = take_locked(g - soft_gpus, want, &b);
+  int error = take_locked(g, want, &b);
   if (!error) a->out.handle = b - table->buffer + 1;
   if (!error) b->handle = 0; /* not the KFD's: FREE_MEMORY_OF_GPU must not find it */
   unlock();

@@ -57,6 +57,23 @@ static int denied(const char *path) {
   return 0;
 }
 
+bool soft_admits(const struct soft_gpu *g) {
+  char path[64];
+  struct stat st;
+  snprintf(path, sizeof path, "/dev/dri/renderD%u", g->minor);
+  if (denied(path)) return false;
+  return soft_redirects_dev || (!syscall(SYS_newfstatat, AT_FDCWD, path, &st, 0) && st.st_dev == soft_dev &&
+                                st.st_ino == g->ino);
+}
+
+/* The render node of a partition that the present mode does not make: it is there, and cannot be opened. */
+static bool leads_nowhere(const char *path, const struct stat *st) {
+  struct soft_gpu *g;
+  if (st->st_dev != soft_dev || !S_ISREG(st->st_mode) || strncmp(path, "/dev/dri/renderD", 16)) return false;
+  soft_reload_gpus();
+  return soft_device_of_inode(st->st_dev, st->st_ino, &g) == SOFT_NONE;
+}
+
 static int open_at(int dir, const char *path, int flags, mode_t mode) {
   char buffer[PATH_MAX];
   int error = denied(path);
@@ -68,8 +85,13 @@ static int open_at(int dir, const char *path, int flags, mode_t mode) {
   struct stat st;
   if (fd >= 0 && soft_root[0] && !(flags & O_PATH)) {
     int saved = errno;
-    if (!syscall(SYS_newfstatat, fd, "", &st, AT_EMPTY_PATH) && st.st_dev == soft_dev && st.st_ino == soft_kfd_ino)
-      soft_opened_kfd(fd);
+    if (!syscall(SYS_newfstatat, fd, "", &st, AT_EMPTY_PATH)) {
+      if (st.st_dev == soft_dev && st.st_ino == soft_kfd_ino) soft_opened_kfd(fd);
+      else if (path && leads_nowhere(path, &st)) {
+        close(fd);
+        fd = -1, saved = ENOENT;
+      }
+    }
     errno = saved;
   }
   return fd;

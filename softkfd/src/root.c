@@ -10,6 +10,7 @@
  *   - found at /run/softkfd, but no kfd mounted: a container that was given no GPU. /dev is left alone as well.
  *   - named by SOFTKFD_ROOT, and no kfd mounted: a process on the host. /dev/kfd and /dev/dri mean the root's. */
 #include <fcntl.h>
+#include <pthread.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -106,36 +107,79 @@ static void read_line(struct soft_gpu *g, char *line) {
   }
 }
 
-void soft_load_gpus(void) {
-  static bool done;
-  if (done || !soft_root[0]) return;
-  done = true; /* as in soft_init */
+/* The entry of a gpu_id, or a free one for it; NULL: no room. */
+static struct soft_gpu *entry_for(uint32_t gpu_id, int *count) {
+  struct soft_gpu *free_one = *count < SOFT_MAX_GPUS ? &soft_gpus[*count] : NULL;
+  for (int i = 0; i < *count; i++) {
+    if (soft_gpus[i].gpu_id == gpu_id) return &soft_gpus[i];
+    if (soft_gpus[i].gone) free_one = &soft_gpus[i];
+  }
+  if (free_one == &soft_gpus[*count]) ++*count;
+  return free_one;
+}
+
+static void read_gpus(FILE *f) {
+  static struct soft_gpu read[SOFT_MAX_GPUS];
   char path[PATH_MAX], *line = NULL;
   size_t capacity = 0;
-  snprintf(path, sizeof path, "%s/gpus.conf", soft_root);
-  int fd = soft_open(path, O_RDONLY);
-  FILE *f = fd < 0 ? NULL : fdopen(fd, "r");
-  if (!f) return;
-  int n = 0;
-  while (n < SOFT_MAX_GPUS && getline(&line, &capacity, f) > 0) {
-    struct soft_gpu *g = &soft_gpus[n];
+  int count = 0, n = soft_gpu_count;
+  memset(read, 0, sizeof read);
+  while (count < SOFT_MAX_GPUS && getline(&line, &capacity, f) > 0) {
+    struct soft_gpu *g = &read[count++];
     struct stat st;
     read_line(g, line);
     snprintf(path, sizeof path, "%s/dev/dri/renderD%u", soft_root, g->minor);
     g->ino = stat_at(path, &st) ? 0 : st.st_ino;
     snprintf(path, sizeof path, "%s/dev/dri/card%u", soft_root, g->card);
     g->card_ino = stat_at(path, &st) ? 0 : st.st_ino;
-    n++;
+  }
+  free(line);
+  for (int i = 0; i < n; i++) { /* first, so that what is new finds room */
+    bool stays = false;
+    for (int j = 0; j < count; j++) stays |= read[j].gpu_id == soft_gpus[i].gpu_id;
+    soft_gpus[i].gone = !stays;
+  }
+  for (int j = 0; j < count; j++) {
+    struct soft_gpu *g = entry_for(read[j].gpu_id, &n);
+    if (!g) break;
+    read[j].claimed = g->gpu_id == read[j].gpu_id && g->claimed;
+    *g = read[j];
   }
   soft_gpu_count = n; /* last: another thread sees whole entries */
-  free(line);
-  fclose(f);
+}
+
+/* A partition switch replaces gpus.conf by rename. A process that lives on meanwhile has no queue and no memory on the
+ * GPU that was switched, or the switch had been refused. */
+void soft_reload_gpus(void) {
+  static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+  static __thread bool inside; /* what is called below may come back here through a function that we interpose */
+  static ino_t loaded;
+  char path[PATH_MAX];
+  struct stat st;
+  if (inside || !soft_root[0]) return;
+  snprintf(path, sizeof path, "%s/gpus.conf", soft_root);
+  if (stat_at(path, &st) || st.st_ino == loaded) return;
+  inside = true;
+  pthread_mutex_lock(&mutex);
+  int fd = st.st_ino == loaded ? -1 : soft_open(path, O_RDONLY);
+  FILE *f = fd < 0 ? NULL : fdopen(fd, "r");
+  if (f) {
+    read_gpus(f);
+    loaded = st.st_ino;
+    fclose(f);
+  }
+  pthread_mutex_unlock(&mutex);
+  inside = false;
+}
+
+void soft_load_gpus(void) {
+  if (!soft_gpu_count) soft_reload_gpus();
 }
 
 struct soft_gpu *soft_gpu_by_id(uint32_t gpu_id) {
-  soft_load_gpus();
+  soft_reload_gpus();
   for (int i = 0; i < soft_gpu_count; i++)
-    if (soft_gpus[i].gpu_id == gpu_id) return &soft_gpus[i];
+    if (!soft_gpus[i].gone && soft_gpus[i].gpu_id == gpu_id) return &soft_gpus[i];
   return NULL;
 }
 

@@ -26,13 +26,16 @@
 
 /* ---------------------------------------------------------------------------------------------------------- root.c */
 
-/* One KFD GPU node, as its line of gpus.conf says; clocks in kHz. */
+/* One KFD GPU node, as its line of gpus.conf says; clocks in kHz. An entry stays where it is for as long as its gpu_id is
+ * in that file: queues point to it. */
 struct soft_gpu {
   uint32_t gpu_id, minor, card, node, device_id, rev, family, ses, sa_per_se, cus, vram_type, width, sclk, mclk,
       counter_khz, wave, gfx;
   uint64_t vram, gtt;   /* bytes */
   char device[160];     /* sysfs folder of the PCI function, from the root: "/sys/devices/…"; partitions share it */
   ino_t ino, card_ino;  /* of renderD<minor> and card<card> below the root; 0: not there */
+  bool gone;            /* a partition of another mode than the present one: the entry is free */
+  bool claimed;         /* this process is known to have the GPU open */
 };
 extern struct soft_gpu soft_gpus[SOFT_MAX_GPUS];
 extern int soft_gpu_count;
@@ -45,7 +48,9 @@ extern bool soft_redirects_dev;  /* /dev/kfd and /dev/dri mean the root's; false
 
 void soft_init(void);      /* cheap after the first call; every exported function calls it */
 void soft_load_gpus(void); /* before soft_gpus is used; most processes never do */
+void soft_reload_gpus(void); /* the same, and see what a partition switch has changed since */
 struct soft_gpu *soft_gpu_by_id(uint32_t gpu_id);
+bool soft_admits(const struct soft_gpu *g); /* the device cgroup of this process lets it have the GPU */
 int soft_open(const char *path, int flags);             /* past our own open(); close-on-exec, mode 0666 whatever the umask */
 void soft_put(const char *path_from_root, uint64_t n);  /* a sysfs figure */
 void soft_put_folder(const char *path_from_root);
@@ -57,6 +62,7 @@ int soft_errno_of(const char *name);
 /* -------------------------------------------------------------------------------------------------------- memory.c */
 
 void soft_reap(void);
+void soft_claim(struct soft_gpu *only); /* write down that this process has the GPU open; NULL: all that it may have */
 int soft_alloc(struct kfd_ioctl_alloc_memory_of_gpu_args *a);
 int soft_free(uint64_t handle);
 int soft_available(struct kfd_ioctl_get_available_memory_args *a);

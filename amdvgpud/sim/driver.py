@@ -1,0 +1,94 @@
+"""The simulated driver: what writing a partition file of a simulated machine does.
+
+Owns who is refused with which errno, as far as the driver's sources say (``amdgpu_gfx.c``, ``amdgpu_gmc.c``,
+``aqua_vanjaram.c``, ``kfd_device.c``). What changes in the root belongs to :mod:`amdvgpud.sim.tree`.
+
+A simulated root is plain files, in which a write changes nothing by itself. So the one who writes
+(:mod:`amdvgpud.host.partition`) is given this for its pen: the same path, the same text, the same errors; and then the
+tree really is another. Refused: a file system of our own (FUSE, which needs a device of the host and root) and a thread
+that watches the files (a write would not be refused, and nobody would know when it is done).
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from pathlib import Path
+from typing import Final
+
+from amdvgpud.sim.models import Simulation
+from amdvgpud.sim.tree import present, repartition
+
+_COMPUTE: Final = "current_compute_partition"
+_MEMORY: Final = "current_memory_partition"
+
+
+class SimulatedDriver:
+    """Takes writes to the partition files of the machine in ``root``, which was built from ``simulation``."""
+
+    def __init__(self, simulation: Simulation, root: Path) -> None:
+        self._simulation = simulation
+        self._root = root
+
+    def write(self, path: Path, text: str) -> None:
+        """``OSError`` as the driver's: EINVAL (no such mode, or not with the present memory mode), EBUSY (a process has
+        the GPU open), ENOENT (this GPU has no such file). Returns when the topology is the new one.
+
+        The memory mode is noted only: it changes when a driver is loaded, and here none ever is.
+        """
+        if not path.exists():
+            raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+        index = next(i for i, gpu in enumerate(self._simulation.gpus) if gpu.pci_address == path.parent.name)
+        gpu = present(self._simulation, self._root).gpus[index]
+        mode = text.strip().upper()
+        if path.name == _MEMORY:
+            if mode not in {nps for modes in gpu.model.modes.values() for nps in modes}:
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), str(path))
+            return
+        if path.name != _COMPUTE:
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        if gpu.memory_mode not in gpu.model.modes.get(mode, ()):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), str(path))
+        if mode == gpu.mode:
+            return
+        state = os.open(self._root / "state", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            fcntl.flock(state, fcntl.LOCK_EX)  # softkfd's own: nobody opens the GPU while it is switched
+            if self._users(gpu.pci_address):
+                raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(path))
+            repartition(self._simulation, self._root, index, mode)
+        finally:
+            os.close(state)
+
+    def _users(self, pci_address: str) -> list[str]:
+        """Tokens of the living processes that have the GPU open (softkfd/README.md: ``procs/``).
+
+        Not by ``kfd/proc``: there are only those of our own pid namespace, and the dead are swept late.
+        """
+        ids = {
+            values["gpu_id"]
+            for line in (self._root / "gpus.conf").read_text().splitlines()
+            if (values := dict(pair.split("=", 1) for pair in line.split()))["device"].endswith(f"/{pci_address}")
+        }
+        return [token.name for token in (self._root / "procs").iterdir() if _lives(token) and ids & _opened(token)]
+
+
+def _opened(token: Path) -> set[str]:
+    """The gpu_ids that the process of ``token`` has open: the words after its pid."""
+    return set(token.read_text().split()[1:])
+
+
+def _lives(token: Path) -> bool:
+    """A process keeps its token locked for as long as it lives."""
+    try:
+        fd = os.open(token, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
