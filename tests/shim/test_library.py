@@ -62,5 +62,5 @@ def test_it_opens_nothing_where_there_is_no_slice(machine: Machine) -> None:
     subprocess.run(command, env=environment, capture_output=True, check=True)
     lines = trace.read_text().splitlines()
     assert [ln for ln in lines if "amdvgpu" in ln and "libamdvgpu" not in ln and "execve" not in ln] == [
-        'faccessat(AT_FDCWD, "/run/amdvgpu", F_OK) = -1 ENOENT (No such file or directory)'
+        'openat(AT_FDCWD, "/run/amdvgpu", O_RDONLY|O_CLOEXEC|O_DIRECTORY) = -1 ENOENT (No such file or directory)'
     ]
