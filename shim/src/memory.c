@@ -80,6 +80,15 @@ static int charge_slices(struct avg_process *process, const struct kfd_alloc_mem
     return -1;
 }
 
+/* Whether host memory may serve where the GPU has none left. Never for what is small and hot or checked by the driver
+ * (scratch, queue memory, code): those are not PUBLIC, or small. */
+static int may_be_host_memory(const struct kfd_alloc_memory *asked, const struct avg_cover *covers, int count) {
+    if (!(asked->flags & KFD_MEMORY_PUBLIC) || asked->bytes < 2 << 20) return 0;
+    for (int i = 0; i < count; i++)
+        if (covers[i].entry->flags & AVG_GPU_OVERSUBSCRIBE) return 1;
+    return 0;
+}
+
 int avg_alloc_memory(int fd, unsigned long request, struct kfd_alloc_memory *asked, avg_request *next) {
     if (!(asked->flags & KFD_MEMORY_VRAM) || !asked->bytes) return next(fd, request, asked);
     struct kfd_alloc_memory copy = *asked; /* what is charged is what was looked at */
@@ -98,8 +107,15 @@ int avg_alloc_memory(int fd, unsigned long request, struct kfd_alloc_memory *ask
     if (refused) return fail(ENOMEM);
 
     int result = next(fd, request, asked), error = errno;
+    int host = result && error == ENOMEM && may_be_host_memory(&copy, covers, count);
+    if (host) { /* the charge stands: the quota is one, whichever memory serves it */
+        asked->flags = (copy.flags & ~KFD_MEMORY_VRAM) | KFD_MEMORY_GTT;
+        result = next(fd, request, asked);
+        asked->flags = copy.flags; /* the caller's structure is the caller's; the driver does not write them back */
+    }
     charge.handle = asked->handle;
     process = avg_process_enter(0);
+    if (process && host && !result) avg_note(covers[0].account, &process->self, AVG_NOTE_GTT);
     if (result) {
         if (process) {
             avg_charge_undo(process, &charge, 0);

@@ -2,6 +2,7 @@
  *
  *   STUB_LOG=<file>          one line a request: its name and fields, and the errno answered (0: done)
  *   STUB_REFUSE=<name>:<errno>[:<after>][,...]   answer so, after that many good ones
+ *   STUB_VRAM_FULL=1         every request for VRAM is answered ENOMEM, host memory is given
  *   STUB_AVAILABLE=<bytes>   what AVAILABLE_MEMORY says (default 64 GiB)
  *   STUB_HELD=<file>         shared truth: 64-bit words, [0] quota, [1] most bytes ever out at one time, [2] over-commits,
  *                            [3] bytes out. Counts each ALLOC and FREE exactly, with its own arithmetic.
@@ -21,7 +22,7 @@
 
 #include "../src/kfd.h"
 
-static int log_fd = -1, started, quick;
+static int log_fd = -1, started, quick, vram_full;
 static _Atomic uint64_t *held, *sizes;
 static _Atomic uint64_t handles = 1;
 static _Atomic uint32_t queues = 1;
@@ -39,6 +40,7 @@ static void start(void) {
         if (fd >= 0) held = mmap(0, 4096, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
         if (fd >= 0) sizes = mmap(0, SIZES * 8, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     }
+    vram_full = getenv("STUB_VRAM_FULL") != NULL;
     refuse = getenv("STUB_REFUSE");
     root = getenv("STUB_ROOT");
     quick = log_fd < 0 && !refuse;
@@ -80,6 +82,10 @@ static int kfd(unsigned long request, void *argument) {
     case _IOC_NR(KFD_ALLOC_MEMORY): {
         struct kfd_alloc_memory *asked = argument;
         if (!quick && answer("ALLOC", "gpu=%u bytes=%llu flags=%x", asked->gpu_id, (unsigned long long)asked->bytes, asked->flags)) return -1;
+        if (vram_full && asked->flags & KFD_MEMORY_VRAM) {
+            errno = ENOMEM;
+            return -1;
+        }
         asked->handle = atomic_fetch_add(&handles, 1);
         asked->mmap_offset = 4096;
         if (held && asked->flags & KFD_MEMORY_VRAM) {
