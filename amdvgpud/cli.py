@@ -242,8 +242,13 @@ class Daemon:
     async def _tick(self) -> None:
         while True:
             node = self._parts.node
-            await node.tick()
-            await self._parts.metrics.sample(node.view().inventory)
+            try:
+                await node.tick()
+                await self._parts.metrics.sample(node.view().inventory)
+            except (AmdvgpuError, OSError) as error:
+                log.warning(
+                    "A look at ledgers and leases failed, the next one is due in %g s: %s", self._settings.tick_s, error
+                )
             self._supervisor.notify("WATCHDOG=1")
             await asyncio.sleep(self._settings.tick_s)
 

@@ -8,6 +8,7 @@ repaired at start by one ``reconcile``, which is the same code that a hot-plug r
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 from collections import deque
@@ -15,9 +16,8 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Protocol, TypeVar
 
-from amdvgpud.core.cumask import layout_hash
-
 from amdvgpud.core import plan as planner
+from amdvgpud.core.cumask import layout_hash
 from amdvgpud.core.errors import AmdvgpuError, Conflict, HostFailure, Invalid, NotFound, Stale
 from amdvgpud.core.model import (
     Book,
@@ -65,6 +65,11 @@ class Journal(Protocol):
 class SliceFiles(Protocol):
     """The policy and ledger files of each slice (design: one directory a slice). Every call is idempotent."""
 
+    @property
+    def warnings(self) -> Sequence[str]:
+        """What is less than it should be here, for operators: slices' files without a size limit, say."""
+        ...
+
     def prepare(self) -> None:
         """The directory of slices, on its own size-limited tmpfs where that can be had. ``HostFailure`` if not."""
         ...
@@ -80,11 +85,14 @@ class SliceFiles(Protocol):
         ...
 
     def usage(self, name: SliceName) -> Usage:
-        """A picture of the ledger, read with pread and bounds checked; a damaged file is a finding, not an error."""
+        """A picture of the ledger, read with pread and bounds checked; a damaged file is a finding, not an error.
+
+        ``NotFound`` where the slice has no directory.
+        """
         ...
 
     def reclaim(self, name: SliceName) -> int:
-        """Return the charges of dead processes to the slice; the bytes returned."""
+        """Return the charges of dead processes to the slice; the bytes returned. ``NotFound`` as :meth:`usage`."""
         ...
 
 
@@ -129,6 +137,8 @@ class NodeView:
     lost: dict[SliceName, str]
     cdi: CdiStatus
     ready: bool
+    warnings: tuple[str, ...] = ()
+    """What an operator should look at: of the machine, and of where the slices' files lie."""
 
 
 def lost_reason(item: Slice, inventory: Inventory) -> str | None:
@@ -188,7 +198,13 @@ class Node:
     def view(self) -> NodeView:
         """The present picture; no I/O (usage is as of the last tick or the last :meth:`refresh_usage`)."""
         return NodeView(
-            self._inventory, self._book, dict(self._usage), dict(self._lost), self._cdi.status(), self._ready
+            self._inventory,
+            self._book,
+            dict(self._usage),
+            dict(self._lost),
+            self._cdi.status(),
+            self._ready,
+            (*self._inventory.warnings, *self._files.warnings),
         )
 
     async def refresh_usage(self, names: Sequence[SliceName] | None = None) -> NodeView:
@@ -398,6 +414,7 @@ class Node:
         expires_s = None if ttl_s is None else self._now_s() + ttl_s
         lease = replace(self._lease(lease_id), expires_s=expires_s)
         await self._become(self._book.with_lease(lease))
+        self._tell("lease.renewed", lease_id, "it has no end" if ttl_s is None else f"it ends in {ttl_s:g} s")
         return lease
 
     async def _release_lease(self, lease_id: LeaseId, kind: str, why: str) -> None:
@@ -496,6 +513,7 @@ class Node:
     async def _refuse_if_used(self, item: Slice, verb: str) -> None:
         if (lease := self._book.lease_of(item.name)) is not None:
             raise Conflict(f"slice {item.name} cannot be {verb}: lease {lease.id} ({lease.holder.text}) holds it")
+        await asyncio.to_thread(self._reclaim, [item.name])  # what has just ended must not count until the next tick
         await self._read_ledgers([item.name])
         if processes := self._usage[item.name].processes:
             pids = ", ".join(str(p.pid) for p in processes[:8])
@@ -601,12 +619,24 @@ class Node:
     # ------------------------------------------------------------------------------------------------ ledgers
 
     def _reclaim(self, names: Iterable[SliceName]) -> list[tuple[SliceName, int]]:
-        freed = [(name, self._files.reclaim(name)) for name in names]
-        return [(name, freed_bytes) for name, freed_bytes in freed if freed_bytes]
+        freed = []
+        for name in names:
+            # A slice may be deleted while its ledger is read: readers take no turn behind those who change the Book.
+            with contextlib.suppress(NotFound):
+                if freed_bytes := self._files.reclaim(name):
+                    freed.append((name, freed_bytes))
+        return freed
 
     async def _read_ledgers(self, names: Iterable[SliceName]) -> None:
-        read: Mapping[SliceName, Usage] = await asyncio.to_thread(lambda: {n: self._files.usage(n) for n in names})
-        self._usage.update((n, u) for n, u in read.items() if n in self._book.slices)
+        def read() -> Mapping[SliceName, Usage]:
+            found = {}
+            for name in names:
+                with contextlib.suppress(NotFound):
+                    found[name] = self._files.usage(name)
+            return found
+
+        usage = await asyncio.to_thread(read)
+        self._usage.update((n, u) for n, u in usage.items() if n in self._book.slices)
 
 
 def _changed(before: Book, after: Book) -> list[SliceName]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from amdvgpud.core.errors import HostFailure
+from amdvgpud.core.errors import HostFailure, NotFound
 from amdvgpud.core.model import (
     Book,
     CuLayout,
@@ -128,6 +128,7 @@ class MemoryFiles:
     written: dict[SliceName, Slice] = field(default_factory=dict)
     usages: dict[SliceName, Usage] = field(default_factory=dict)
     dead_bytes: dict[SliceName, int] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
 
     def prepare(self) -> None:
         self.faults.step("prepare")
@@ -146,13 +147,19 @@ class MemoryFiles:
         return frozenset(self.written)
 
     def usage(self, name: SliceName) -> Usage:
-        return self.usages.get(name, Usage(name, damaged="there is no ledger"))
+        self._there(name)
+        return self.usages[name]
 
     def reclaim(self, name: SliceName) -> int:
+        self._there(name)
         if freed := self.dead_bytes.pop(name, 0):
             before = self.usages[name]
             self.usages[name] = replace(before, processes=(), reclaimed_bytes=before.reclaimed_bytes + freed)
         return freed
+
+    def _there(self, name: SliceName) -> None:
+        if name not in self.usages:
+            raise NotFound(f"slice {name} has no directory")
 
     def run_a_process_in(self, name: SliceName, pid: int = 4321) -> None:
         self.usages[name] = Usage(name, processes=(ProcessUsage(0, pid, 77, 1, {}),))

@@ -124,7 +124,7 @@ class Endpoints:
                 generation_id=view.inventory.generation_id,
                 revision=view.book.revision,
                 ready=view.ready,
-                warnings=list(view.inventory.warnings),
+                warnings=list(view.warnings),
                 config=dict(self._about.config()),
             )
         )

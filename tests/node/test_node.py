@@ -299,6 +299,22 @@ async def test_what_dead_processes_held_is_returned_and_told(bench: Bench) -> No
     assert bench.node.events_since(0)[0][-1].kind == "ledger.reclaimed"
 
 
+async def test_a_slice_deleted_under_a_tick_does_not_end_the_daemon(bench: Bench) -> None:
+    await bench.node.put_slice(quarter())
+    await bench.node.put_slice(quarter(BOB))
+    del bench.files.usages[ALICE]  # its directory goes between the list of names and the reading
+    await bench.node.tick()
+    assert bench.node.view().usage[BOB].processes == ()
+
+
+async def test_what_has_just_ended_does_not_keep_a_slice_from_being_deleted(bench: Bench) -> None:
+    await bench.node.put_slice(quarter())
+    bench.files.run_a_process_in(ALICE)
+    bench.files.dead_bytes[ALICE] = GIB
+    await bench.node.delete_slice(ALICE)
+    assert bench.everything() == (set(), set(), set(), ())
+
+
 async def test_a_cordoned_gpu_takes_nothing_new(bench: Bench) -> None:
     gpu = bench.sysfs.inventory.gpus[0].id
     await bench.node.set_cordoned(gpu, True)
