@@ -19,7 +19,7 @@ from typing import Any, Final
 import click
 
 from amdvgpud import __version__
-from amdvgpud.core.errors import AmdvgpuError, HostFailure, NotFound
+from amdvgpud.core.errors import AmdvgpuError, HostFailure, Invalid, NotFound
 from amdvgpud.core.model import Inventory
 from amdvgpud.host import amdsmi
 from amdvgpud.host.cdi import CdiFile, SimulatedDevices
@@ -118,6 +118,24 @@ def assemble(settings: Settings) -> Parts:
     )
     preload = (gate,) if simulated is None else (gate, simulated.softkfd)
     return Parts(node, counted, metrics, preload, None if simulated is None else root)
+
+
+def rehearse(settings: Settings) -> None:
+    """``Invalid`` for values that are well formed and that :func:`assemble` would refuse. Writes and opens nothing.
+
+    An installation without a gate is no fault of the settings, so it is not looked for unless they name one.
+    """
+    if settings.simulate:
+        parse_simulation(settings.simulate)
+    if settings.library is not None and not settings.library.is_file():
+        raise Invalid.field("library", f"{str(settings.library)!r} is no file")
+    CdiFile(
+        settings.cdi_dir,
+        run_dir=settings.run_dir,
+        library=settings.library or INSTALLED_LIBRARY,
+        kind=settings.cdi_kind,
+        version_limit=settings.cdi_version_limit or None,
+    )
 
 
 def _gate(settings: Settings) -> Path:
@@ -315,7 +333,9 @@ def _flags_of_settings(command: Callable[..., Any]) -> Callable[..., Any]:
     """One option for each setting, from the one table. What is not given is not passed, so other sources count."""
     for setting in reversed(list(SETTINGS.values())):
         names = [setting.flag, setting.key.replace(".", "__")]
-        command = click.option(*names, metavar="VALUE", default=None, help=setting.meaning)(command)
+        # Not click's own default: what is not given must not count as given.
+        text = f"{setting.meaning}  [default: {json.dumps(setting.default)}]"
+        command = click.option(*names, metavar=setting.form, default=None, help=text)(command)
     return click.option("--config", "file", type=click.Path(path_type=Path), help="Read this file, not the default.")(
         command
     )
@@ -372,9 +392,11 @@ def config() -> None:
 @config.command("check")
 @click.pass_obj
 def config_check(read: Callable[[], Settings]) -> None:
-    """Read all sources and say whether they are valid."""
-    read()
-    click.echo("The configuration is valid.")
+    """Read all sources and say whether the daemon would start with them. Touches nothing that runs."""
+    settings = read()
+    rehearse(settings)
+    changed = [key for key, origin in settings.origin.items() if origin != "default"]
+    click.echo(f"The configuration is valid; not at their defaults: {', '.join(changed) or 'none'}.")
 
 
 @config.command("show")

@@ -126,6 +126,37 @@ class Setting:
     def flag(self) -> str:
         return "--" + self.key.replace(".", "-").replace("_", "-")
 
+    @property
+    def form(self) -> str:
+        """What a value looks like, in one word; :data:`FORMS` explains it."""
+        return _FORM_OF.get(self.parse, "LIST")
+
+
+FORMS: Final[Mapping[str, str]] = {
+    "PATH": "an absolute path",
+    "TEXT": "any text",
+    "BOOL": "true or false",
+    "SECONDS": "a number above 0; fractions are fine",
+    "COUNT": "a whole number of at least 1",
+    "SIZE": "bytes, or a text such as '256MiB' (K M G T, KiB MiB GiB TiB)",
+    "MODE": "a file mode as a text of octal digits, as in '0660'",
+    "ADDRESS": "host:port, as in '127.0.0.1:9841' or '[::1]:9841'; empty: none",
+    "LEVEL": "debug, info, warning or error",
+    "LIST": "in TOML a list of texts; in the environment and on the command line texts with commas between them",
+}
+_FORM_OF: Final[Mapping[Parse, str]] = {
+    _path: "PATH",
+    _optional_path: "PATH",
+    _text: "TEXT",
+    _flag: "BOOL",
+    _seconds: "SECONDS",
+    _count: "COUNT",
+    _size: "SIZE",
+    _mode: "MODE",
+    _listen: "ADDRESS",
+    _log_level: "LEVEL",
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
@@ -199,17 +230,23 @@ _FIELD_OF: Final = {f.metadata["setting"].key: f.name for f in fields(Settings) 
 def read_settings(environment: Mapping[str, str], flags: Mapping[str, str], file: Path | None = None) -> Settings:
     """Settings from all sources. ``flags`` maps keys to texts. ``file`` None: the default one, which may be absent.
 
-    ``Invalid`` names the key, its origin and the way out; an unknown key is an error with the nearest known one.
+    ``Invalid`` names each bad key, one a line, its origin and the way out; an unknown key is an error with the nearest
+    known one. All at once, so that nobody mends a file one error a try.
     """
     given: dict[str, tuple[object, str]] = {s.key: (s.default, "default") for s in SETTINGS.values()}
+    wrong: list[Invalid] = []
     for path in _files(file):
-        given |= {key: (value, str(path)) for key, value in _read_file(path)}
+        for key, value in _read_file(path):
+            if key in SETTINGS:
+                given[key] = (value, str(path))
+            else:
+                wrong.append(Invalid(_unknown(key, list(SETTINGS), str(path))))
+    variables = {s.variable: s.key for s in SETTINGS.values()}
     for name, text in environment.items():
-        if name.startswith("AMDVGPUD_"):
-            key = next((s.key for s in SETTINGS.values() if s.variable == name), None)
-            if key is None:
-                raise Invalid(_unknown(name, [s.variable for s in SETTINGS.values()], "the environment"))
-            given[key] = (text, f"environment {name}")
+        if name in variables:
+            given[variables[name]] = (text, f"environment {name}")
+        elif name.startswith("AMDVGPUD_"):
+            wrong.append(Invalid(_unknown(name, list(variables), "the environment")))
     given |= {key: (text, f"command line {SETTINGS[key].flag}") for key, text in flags.items()}
 
     values: dict[str, object] = {}
@@ -217,7 +254,9 @@ def read_settings(environment: Mapping[str, str], flags: Mapping[str, str], file
         try:
             values[_FIELD_OF[key]] = SETTINGS[key].parse(value, key)
         except Invalid as error:
-            raise Invalid(f"{error.detail} (from {origin})", error.fields) from error
+            wrong.append(Invalid(f"{error.detail} (from {origin})", error.fields))
+    if wrong:
+        raise Invalid("\n".join(w.detail for w in wrong), tuple(f for w in wrong for f in w.fields))
     return Settings(**values, origin={key: origin for key, (_, origin) in given.items()})  # type: ignore[arg-type]
 
 
@@ -250,10 +289,7 @@ def _read_file(path: Path) -> Iterator[tuple[str, object]]:
         document = tomllib.loads(path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise Invalid(f"{path} cannot be read: {error}") from error
-    for key, value in _flat(document):
-        if key not in SETTINGS:
-            raise Invalid(_unknown(key, list(SETTINGS), str(path)))
-        yield key, value
+    yield from _flat(document)
 
 
 def _flat(table: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:

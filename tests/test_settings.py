@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import click.testing
 import pytest
 
+from amdvgpud.cli import cli
 from amdvgpud.core.errors import Invalid
-from amdvgpud.settings import SETTINGS, read_settings, shown
+from amdvgpud.settings import FORMS, SETTINGS, read_settings, shown
 
 
 def test_the_defaults_are_valid_and_say_so() -> None:
@@ -69,3 +71,57 @@ def test_a_named_file_must_be_there(tmp_path: Path) -> None:
 def test_every_setting_has_a_meaning_and_a_flag_of_its_own() -> None:
     assert all(s.meaning.endswith((".", ".'")) for s in SETTINGS.values())
     assert len({s.flag for s in SETTINGS.values()}) == len(SETTINGS)
+
+
+def test_all_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "x.toml"
+    file.write_text('tick_s = "soon"\n[rest]\ntcp = 5\ntcp_detail = true\n')
+    with pytest.raises(Invalid) as caught:
+        read_settings({"AMDVGPUD_TICKS": "1"}, {"log_level": "loud"}, file)
+    assert [line.split()[0] for line in caught.value.detail.splitlines()] == [
+        "rest.tcp_detail",
+        "AMDVGPUD_TICKS",
+        "tick_s:",
+        "log_level:",
+        "rest.tcp:",
+    ]
+
+
+def test_every_form_of_a_value_is_explained() -> None:
+    assert {s.form for s in SETTINGS.values()} == set(FORMS)
+
+
+def run_config(*arguments: str) -> click.testing.Result:
+    return click.testing.CliRunner().invoke(cli, [*arguments])
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('simulate = "mi999"\n', "there is no model 'mi999'"),
+        ('library = "/nonexistent/libamdvgpu.so"\n', "is no file"),
+        ('[cdi]\nkind = "amd.com/gpu"\n', "docker 29.3 and later"),
+        ('[cdi]\nversion_limit = "0.3.0"\n', "too low"),
+    ],
+)
+def test_the_check_refuses_what_the_daemon_would_refuse_at_its_start(tmp_path: Path, text: str, reason: str) -> None:
+    file = tmp_path / "x.toml"
+    file.write_text(text)
+    told = run_config("--config", str(file), "config", "check")
+    assert isinstance(told.exception, Invalid)
+    assert reason in str(told.exception)
+
+
+def test_the_check_says_what_is_not_at_its_default(tmp_path: Path) -> None:
+    file = tmp_path / "x.toml"
+    file.write_text("tick_s = 3\n")
+    told = run_config("--config", str(file), "--rest-tcp", "", "config", "check")
+    assert told.output == "The configuration is valid; not at their defaults: tick_s, rest.tcp.\n"
+
+
+def test_what_is_shown_is_toml_that_reads_back_as_the_same_settings(tmp_path: Path) -> None:
+    told = run_config("--tick-s", "3", "--metrics-compat", "hami", "config", "show", "--origin")
+    file = tmp_path / "shown.toml"
+    file.write_text(told.output)
+    assert shown(read_settings({}, {}, file)) == shown(read_settings({}, {"tick_s": "3", "metrics.compat": "hami"}))
+    assert "tick_s = 3.0  # command line --tick-s\n" in told.output
