@@ -21,9 +21,11 @@ import click
 from amdvgpud import __version__
 from amdvgpud.core.errors import AmdvgpuError, HostFailure, Invalid, NotFound
 from amdvgpud.core.model import Inventory
+from amdvgpud.core.modes import parse_targets
 from amdvgpud.host import amdsmi
 from amdvgpud.host.cdi import CdiFile, SimulatedDevices
 from amdvgpud.host.ledger import LedgerFiles
+from amdvgpud.host.partition import PartitionFiles
 from amdvgpud.host.procs import process_alive, start_ticks
 from amdvgpud.host.store import BookStore
 from amdvgpud.host.sysfs import SysfsReader
@@ -34,6 +36,7 @@ from amdvgpud.serve.endpoints import Process
 from amdvgpud.serve.metrics import CountedCdi, Metrics
 from amdvgpud.serve.rest import Api, ApiSettings
 from amdvgpud.settings import SETTINGS, Settings, read_settings, shown
+from amdvgpud.sim.driver import SimulatedDriver
 from amdvgpud.sim.models import parse_simulation, table_rows
 from amdvgpud.sim.tree import build_tree
 
@@ -81,9 +84,13 @@ class Parts:
 def assemble(settings: Settings) -> Parts:
     """The real adapters around a Node; for a simulated machine, its tree is built here first."""
     root, simulated = settings.sysfs_root, None
+    partitions = PartitionFiles(root)
     if settings.simulate:
         root = settings.run_dir / "simulated"
-        if build_tree(parse_simulation(settings.simulate), root):
+        simulation = parse_simulation(settings.simulate)
+        driver = SimulatedDriver(simulation, root)
+        partitions = PartitionFiles(root, write=driver.write, alive=driver.has_process)
+        if build_tree(simulation, root):
             log.info("Simulated machine %s written to %s.", settings.simulate, root)
         simulated = SimulatedDevices(root, _packaged("libsoftkfd.so"))
     gate = _gate(settings)
@@ -115,6 +122,7 @@ def assemble(settings: Settings) -> Parts:
         now_s=time.time,
         process_alive=process_alive,
         max_slices_per_partition=settings.max_slices_per_partition,
+        modes=partitions,
     )
     preload = (gate,) if simulated is None else (gate, simulated.softkfd)
     return Parts(node, counted, metrics, preload, None if simulated is None else root)
@@ -180,6 +188,8 @@ class Daemon:
         """Until :meth:`stop`; or until something that must not end does, and then with its error."""
         node = self._parts.node
         await node.start()
+        # Before the doors open: nobody has been given anything of a GPU that is about to be cut anew.
+        await node.apply_targets(parse_targets(self._settings.partition_target))
         api = self._api()
         try:
             await self._open_doors(api)

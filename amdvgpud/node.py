@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Protocol, TypeVar
 
+from amdvgpud.core import modes
 from amdvgpud.core import plan as planner
 from amdvgpud.core.cumask import layout_hash
 from amdvgpud.core.errors import AmdvgpuError, Conflict, HostFailure, Invalid, NotFound, Stale
@@ -32,9 +33,15 @@ from amdvgpud.core.model import (
     SliceName,
     Usage,
 )
+from amdvgpud.core.modes import Target
 from amdvgpud.core.plan import Plan
 
 log = logging.getLogger(__name__)
+
+SETTLING_LOOKS: Final = 10
+SETTLING_PAUSE_S: Final = 0.2
+"""How long a switch waits for two scans alike: the write returns when the KFD is back, so the first two should be. The
+rest is for what userspace and other GPUs do meanwhile; guessed."""
 
 EVENT_RING: Final = 1024
 """Events kept for those who come back late; older ones are dropped and the reader is told to read the lists again."""
@@ -50,6 +57,49 @@ class Sysfs(Protocol):
     def vram_used_bytes(self, pci_address: str) -> int | None:
         """The driver's own figure for the whole device; None where it cannot be had (absent is not zero)."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class KfdUser:
+    """A process that has a GPU open through the KFD. ``command`` for people; ``?`` where it cannot be read."""
+
+    pid: int
+    command: str
+
+
+def named(users: Sequence[KfdUser]) -> str:
+    """At most eight of them, for a sentence."""
+    shown = ", ".join(f"{user.pid} ({user.command})" for user in users[:8])
+    return shown + (f" and {len(users) - 8} more" if len(users) > 8 else "")
+
+
+class Modes(Protocol):
+    """Cuts a GPU anew. Never asked by anybody but :meth:`Node.partition_gpu`, one switch at a time."""
+
+    def users(self, gpu: Gpu | None) -> tuple[KfdUser, ...]:
+        """The processes that have ``gpu`` open (None: any GPU), by pid; those that can be seen."""
+        ...
+
+    def set_compute(self, gpu: Gpu, mode: str) -> None:
+        """Returns when it is done. ``Conflict``: the driver does not allow it now; ``HostFailure``: it could not."""
+        ...
+
+    def request_memory(self, gpu: Gpu, mode: str) -> None:
+        """Note that the driver shall come up with this memory mode when it is loaded anew. Errors as above."""
+        ...
+
+
+class NoModes:
+    """Where nothing can be cut anew: a :class:`Modes` that says so."""
+
+    def users(self, gpu: Gpu | None) -> tuple[KfdUser, ...]:
+        return ()
+
+    def set_compute(self, gpu: Gpu, mode: str) -> None:
+        raise HostFailure(f"{gpu.id}: this daemon was put together without a way to switch modes")
+
+    def request_memory(self, gpu: Gpu, mode: str) -> None:
+        self.set_compute(gpu, mode)
 
 
 class Journal(Protocol):
@@ -128,6 +178,24 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
+class Repartition:
+    """What a switch of modes has done, or would do."""
+
+    gpu: GpuId
+    before: str | None
+    after: str | None
+    """The compute mode before and after; equal: nothing was switched."""
+    partitions: int
+    memory: str | None
+    memory_requested: str | None
+    """The memory mode that the driver was told to come up with, when it is loaded anew; None: none was asked for."""
+    lost: tuple[SliceName, ...]
+    """Slices that were cut for the mode before."""
+    settled: bool
+    """False: the topology still changed after the last look that was allowed; a later scan has the rest."""
+
+
+@dataclass(frozen=True, slots=True)
 class NodeView:
     """What the faces show: one consistent picture."""
 
@@ -168,9 +236,14 @@ class Node:
         now_s: Callable[[], float],
         process_alive: Callable[[Holder], bool],
         max_slices_per_partition: int = 64,
+        modes: Modes | None = None,
+        pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """``now_s`` is Unix time; ``process_alive`` answers for a holder's process (a holder without one lives)."""
+        """``now_s`` is Unix time; ``process_alive`` answers for a holder's process (a holder without one lives);
+        ``pause`` waits so many seconds."""
         self._sysfs = sysfs
+        self._modes = modes or NoModes()
+        self._pause = pause
         self._journal = journal
         self._files = files
         self._cdi = cdi
@@ -306,6 +379,34 @@ class Node:
     async def set_oversubscription(self, gpu: GpuId, ratio: float) -> None:
         """VRAM quotas on each partition of ``gpu`` may sum up to ``ratio`` times what it has; 1.0 switches it off."""
         await self._change(self._set_oversubscription(gpu, ratio))
+
+    async def partition_gpu(
+        self, gpu: GpuId, target: Target, *, force: bool = False, dry_run: bool = False, if_revision: int | None = None
+    ) -> Repartition:
+        """Cut ``gpu`` into another compute mode, and let its driver note another memory mode.
+
+        ``Conflict`` names the leases, the slices with processes and the KFD processes on it; and the slices without
+        any, unless ``force``: these are lost then, as their partitions are, and come back with the mode they were cut
+        for. Nothing is moved. ``Invalid`` for a mode the GPU does not have; the driver's own refusals as
+        :class:`Modes` gives them. What is so already changes nothing. ``dry_run``: the same refusals, and nothing else.
+
+        Nothing of a switch is journalled. It is one write, which the kernel does or does not, and what it means for
+        slices follows from Book and machine in every scan: a daemon that dies before the write finds the old mode when
+        it starts, one that dies after it the new one and its slices lost. An intent on disk could only be wrong.
+        """
+        return await self._change(self._partition_gpu(gpu, target, force, dry_run, if_revision))
+
+    async def apply_targets(self, targets: Sequence[tuple[str, Target]]) -> None:
+        """Cut each GPU that is idle as the configuration wants it. One that is not is said, and left as it is."""
+        wanted, unknown = modes.resolve_targets(self._inventory, targets)
+        for sentence in unknown:
+            log.warning("partition.target: %s", sentence)
+        for gpu, target in wanted.items():
+            try:
+                await self.partition_gpu(gpu, target)
+            except AmdvgpuError as error:
+                self._tell("gpu.target-refused", gpu, f"it stays as it is: {error}")
+                log.warning("%s: the configured mode was not set: %s", gpu, error)
 
     # --------------------------------------------------------------------------------------------------- events
 
@@ -470,6 +571,107 @@ class Node:
             return
         await self._become(self._book.with_oversubscription(ratios))
         self._tell("gpu.oversubscription", gpu, f"VRAM may now be promised {ratio:g} times")
+
+    async def _partition_gpu(
+        self, gpu: GpuId, target: Target, force: bool, dry_run: bool, if_revision: int | None
+    ) -> Repartition:
+        if if_revision not in (None, self._book.revision):
+            raise Stale(f"GPU {gpu} is at revision {self._book.revision}, not {if_revision}: read it again")
+        # Others may have switched it since the last scan; what is decided here is decided on what is there.
+        await self._reconcile(await asyncio.to_thread(self._sysfs.read_inventory))
+        there = self._gpu(gpu)
+        modes.check_target(there, target)
+        compute = target.compute if target.compute != there.compute_partition else None
+        memory = target.memory if target.memory != there.memory_partition else None
+        lost = self._slices_on(gpu) if compute is not None else []
+        if compute is not None:
+            await self._refuse_if_gpu_is_used(there, compute, lost, force)
+        settled = True
+        if not dry_run and memory is not None:
+            await asyncio.to_thread(self._modes.request_memory, there, memory)
+            self._tell("gpu.memory-mode-requested", gpu, f"{memory} when the driver of the whole node is loaded anew")
+        if not dry_run and compute is not None:
+            settled = await self._switch(there, compute)
+        now = self._inventory.gpu(gpu) or there
+        profile = next((p for p in there.profiles if p.mode == compute), None)
+        return Repartition(
+            gpu=gpu,
+            before=there.compute_partition,
+            after=compute or there.compute_partition,
+            partitions=profile.partition_count if dry_run and profile else len(now.partitions),
+            memory=now.memory_partition,
+            memory_requested=memory,
+            lost=tuple(item.name for item in lost),
+            settled=settled,
+        )
+
+    async def _switch(self, gpu: Gpu, mode: str) -> bool:
+        """Let the driver do it, and look until the machine is still; true if it is."""
+        log.info("%s: from %s to %s.", gpu.id, gpu.compute_partition, mode)
+        try:
+            await asyncio.to_thread(self._modes.set_compute, gpu, mode)
+        except AmdvgpuError:
+            # Refused, or half done (EIO): either way what is there now is what counts.
+            await self._settle()
+            raise
+        settled = await self._settle()
+        now = self._inventory.gpu(gpu.id)
+        if now is None or now.compute_partition != mode:
+            found = "the GPU is not there any more" if now is None else f"it is in {now.compute_partition}"
+            raise HostFailure(
+                f"{gpu.id}: the driver took the switch to {mode}, but {found}; the kernel's log says more"
+            )
+        self._tell(
+            "gpu.partitioned", gpu.id, f"from {gpu.compute_partition} to {mode}; partitions: {len(now.partitions)}"
+        )
+        if not settled:
+            log.warning("%s: the topology still changes after %d looks; the next scan goes on.", gpu.id, SETTLING_LOOKS)
+        return settled
+
+    async def _settle(self) -> bool:
+        """Reconcile on a picture that two looks in a row agree on; on the last one, if there is none (then false)."""
+        before = await asyncio.to_thread(self._sysfs.read_inventory)
+        for _ in range(SETTLING_LOOKS):
+            await self._pause(SETTLING_PAUSE_S)
+            after = await asyncio.to_thread(self._sysfs.read_inventory)
+            if after == before:
+                await self._reconcile(after)
+                return True
+            before = after
+        await self._reconcile(before)
+        return False
+
+    def _slices_on(self, gpu: GpuId) -> list[Slice]:
+        """Those that are not lost already."""
+        return [
+            item
+            for name, item in sorted(self._book.slices.items())
+            if name not in self._lost and any(share.partition.rpartition("/")[0] == gpu for share in item.shares)
+        ]
+
+    async def _refuse_if_gpu_is_used(self, gpu: Gpu, mode: str, slices: Sequence[Slice], force: bool) -> None:
+        """``Conflict`` names all that stands in the way at once, so that nobody has to ask again for the next."""
+        await self._read_ledgers([item.name for item in slices])
+        reasons, idle = [], []
+        for item in slices:
+            lease = self._book.lease_of(item.name)
+            processes = self._usage[item.name].processes
+            if lease is not None:
+                reasons.append(f"lease {lease.id} ({lease.holder.text or 'no name given'}) holds slice {item.name}")
+            elif processes:
+                reasons.append(f"processes run in slice {item.name} ({', '.join(str(p.pid) for p in processes[:8])})")
+            else:
+                idle.append(item.name)
+        if users := await asyncio.to_thread(self._modes.users, gpu):
+            reasons.append(f"KFD processes have it open: {named(users)}")
+        if reasons:
+            raise Conflict(f"{gpu.id} cannot be put into {mode}: {'; '.join(reasons)}")
+        if idle and not force:
+            raise Conflict(
+                f"{gpu.id} cannot be put into {mode}: the slices {', '.join(idle)} were cut for "
+                f"{gpu.compute_partition} and would be lost; delete them, or ask by force: they then come back with "
+                "that mode only"
+            )
 
     # ---------------------------------------------------------------------------------------------- looking up, placing
 

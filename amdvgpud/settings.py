@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from amdvgpud.core.errors import Invalid
+from amdvgpud.core.modes import parse_targets
 from amdvgpud.core.sizes import parse_size
 
 DEFAULT_FILE: Final = Path("/etc/amdvgpud/amdvgpud.toml")
@@ -98,6 +99,18 @@ def _choices(allowed: tuple[str, ...]) -> Parse:
         return tuple(w for w in words if w)
 
     return parse
+
+
+def _targets(value: object, key: str) -> tuple[str, ...]:
+    texts = value.split(",") if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise Invalid.field(key, f"{value!r} is no list of GPU=MODE texts, as in ['all=CPX']")
+    texts = [text.strip() for text in texts if text.strip()]
+    try:
+        parse_targets(texts)
+    except Invalid as error:
+        raise Invalid.field(key, error.detail) from error
+    return tuple(texts)
 
 
 def _log_level(value: object, key: str) -> str:
@@ -198,6 +211,13 @@ class Settings:
     )
     cdi_version_limit: str = _setting(
         "cdi.version_limit", "", _text, "Highest CDI version the file may declare; refused at start if too low."
+    )
+    partition_target: tuple[str, ...] = _setting(
+        "partition.target",
+        [],
+        _targets,
+        "Modes that idle GPUs are put into when the daemon starts, as in ['all=CPX', '0000:83:00.0=QPX']; later ones "
+        "win. A GPU with slices, leases or KFD processes stays as it is.",
     )
     rest_socket_group: str = _setting(
         "rest.socket_group", "amdvgpu", _text, "Group that may change things over the socket; root always may."

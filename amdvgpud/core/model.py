@@ -152,6 +152,20 @@ class Partition:
 
 
 @dataclass(frozen=True, slots=True)
+class Profile:
+    """One way in which a driver can cut a GPU: a compute partition mode and what it makes."""
+
+    index: int
+    """Rank in the driver's own list, from 0."""
+    mode: str
+    """``SPX``, ``DPX``, ``TPX``, ``QPX`` or ``CPX``."""
+    partition_count: int
+    xccs_per_partition: int
+    memory_modes: tuple[str, ...]
+    """The memory modes (``NPS1``…) that it goes with on this GPU."""
+
+
+@dataclass(frozen=True, slots=True)
 class Gpu:
     """One physical adapter: one PCI function with an amdgpu driver, and the Partitions it offers now (at least one)."""
 
@@ -176,6 +190,8 @@ class Gpu:
     available_compute_partitions: tuple[str, ...] = ()
     available_memory_partitions: tuple[str, ...] = ()
     xgmi_hive_id: int = 0
+    profiles: tuple[Profile, ...] = ()
+    """In the driver's order; empty where the GPU cannot be partitioned."""
 
     def __post_init__(self) -> None:
         if not self.partitions:

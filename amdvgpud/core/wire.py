@@ -77,6 +77,24 @@ class GpuPatch(Struct, forbid_unknown_fields=True, kw_only=True):
     oversubscription: Annotated[float, Meta(ge=1, le=16)] | UnsetType = UNSET
 
 
+class PartitionSpec(Struct, forbid_unknown_fields=True, kw_only=True):
+    """What a GPU is to be cut into: at least one of the two."""
+
+    compute: (
+        Annotated[str, Meta(description="SPX, DPX, TPX, QPX or CPX, as `profiles` lists them", max_length=8)] | None
+    ) = None
+    memory: (
+        Annotated[
+            str,
+            Meta(
+                description="NPS1, NPS2, NPS4 or NPS8; noted by the driver, in force when it is loaded anew",
+                max_length=8,
+            ),
+        ]
+        | None
+    ) = None
+
+
 def request_of(name: str, spec: SliceSpec, pointer: str = "name") -> Request:
     """``spec`` under ``name`` as a Request. ``Invalid`` names the field; ``pointer`` is what the name is called."""
     return Request(
@@ -124,6 +142,20 @@ class PartitionView(Struct, kw_only=True):
     """Active CUs of each shader array, as CuLayout has them; with them a client can draw where a CuSet lies."""
 
 
+class ProfileView(Struct, kw_only=True):
+    """One mode that a GPU can be cut into, and what each partition is in it."""
+
+    index: int
+    mode: str
+    current: bool
+    partition_count: int
+    xccs_per_partition: int
+    cus_per_partition: int
+    """Of the whole divided by the count; harvest makes single partitions differ."""
+    vram_bytes_per_partition: int
+    memory_modes: list[str]
+
+
 class GpuView(Struct, kw_only=True):
     id: str
     index: int
@@ -143,6 +175,47 @@ class GpuView(Struct, kw_only=True):
     cordoned: bool
     oversubscription: float
     partitions: list[PartitionView]
+    profiles: list[ProfileView] = msgspec.field(default_factory=list)
+    """Empty: the GPU cannot be partitioned."""
+
+
+class RepartitionView(Struct, kw_only=True):
+    """What a switch of modes has done, or with `dry_run` would do."""
+
+    gpu: str
+    before: str | None
+    after: str | None
+    changed: bool
+    partitions: int
+    memory: str | None
+    memory_requested: str | None
+    """Noted by the driver; in force only when the driver of the whole node is loaded anew."""
+    lost: list[str]
+    """Slices that were cut for the mode before. They come back with it."""
+    settled: bool
+    note: str
+
+
+class ModeProposal(Struct, kw_only=True):
+    """One mode for each GPU that is idle. `alone` slices have a partition to themselves, `sharing` ones have not."""
+
+    modes: dict[str, str | None]
+    alone: int
+    sharing: int
+    unplaced: int
+    cus_wasted: int
+    vram_wasted_bytes: int
+    switches: int
+    untouched: int
+    text: str
+
+
+class ModeProposals(Struct, kw_only=True):
+    """Hardest isolation first; later ones waste less."""
+
+    proposals: list[ModeProposal]
+    busy: list[str]
+    """GPUs with slices or leases, which were looked past."""
 
 
 class UnusableView(Struct, kw_only=True):
@@ -263,6 +336,8 @@ class CdiView(Struct, kw_only=True):
     devices: list[str]
     conflicts: list[str]
     spec: dict[str, object] | None
+    partition_devices: list[str] = msgspec.field(default_factory=list)
+    """Whole partitions, each reserved by a slice that has all of it."""
 
 
 class EventView(Struct, kw_only=True):

@@ -112,6 +112,10 @@ def _complete_gpus(_ctx: click.Context, _param: click.Parameter, incomplete: str
     return [name for name in _names_for_completion(_ctx, "gpus") if name.lower().startswith(incomplete.lower())]
 
 
+def _complete_modes(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[str]:
+    return [mode for mode in ("spx", "dpx", "tpx", "qpx", "cpx") if mode.startswith(incomplete.lower())]
+
+
 def _names_for_completion(ctx: click.Context, what: str) -> list[str]:
     """Names the daemon knows; none when it cannot be asked: a shell's Tab key is no place for an error."""
     from amdvgpud.core import wire
@@ -205,6 +209,36 @@ def oversubscribe(gpu: str, ratio: float) -> None:
     from amdvgpud.core import wire
 
     _patch_gpu(gpu, wire.GpuPatch(oversubscription=ratio))
+
+
+@gpu.command()
+@click.argument("gpu", shell_complete=_complete_gpus)
+@click.argument("mode", shell_complete=_complete_modes)
+@click.option("--memory", metavar="NPS", help="Let the driver come up with this memory mode when it is loaded anew.")
+@click.option("--dry-run", is_flag=True, help="Say what would be refused or lost, and change nothing.")
+@click.option("--force", is_flag=True, help="Though slices that nobody uses are lost until the mode before is back.")
+@_reading
+def partition(gpu: str, mode: str, memory: str | None, dry_run: bool, force: bool, output: str) -> None:
+    """Cut a GPU into MODE: spx (whole), dpx, tpx, qpx or cpx (one partition an XCC). `gpu show` lists what it can.
+
+    Refused while a lease, a process in a slice or any KFD process is on it; these are named. Slices that nobody uses
+    would be lost: delete them first, or use --force. Memory modes are not switched by this: the driver notes the wish,
+    and takes it up when the driver of the whole node is unloaded and loaded again.
+    """
+    from amdvgpud.core import wire
+    from amdvgpud.ctl.client import part
+
+    query = {name: "true" for name, given in (("dry_run", dry_run), ("force", force)) if given}
+    with _said_plainly():
+        answer, raw = _client().change(
+            "PUT",
+            f"/v1/gpus/{part(gpu)}/partition",
+            wire.RepartitionView,
+            wire.PartitionSpec(compute=mode, memory=memory),
+            None,
+            **query,
+        )
+    _print_json(raw) if output == "json" else click.echo(answer.note)
 
 
 def _patch_gpu(gpu: str, patch: wire.GpuPatch) -> None:
@@ -367,10 +401,34 @@ def slice_delete(names: tuple[str, ...], force: bool) -> None:
 @cli.command()
 @click.argument("name", default="plan")
 @_placement
+@click.option("--suggest-mode", is_flag=True, help="Compare partition modes for the slices that --want names.")
+@click.option(
+    "--want",
+    metavar="COUNTxCOMPUTE:VRAM",
+    multiple=True,
+    help="With --suggest-mode: slices, as in 4x25%:47GiB (of a whole GPU) or 38:24GiB (CUs). May be given again.",
+)
 @_reading
-def plan(name: str, output: str, **asked: Any) -> None:
-    """Say where a slice would go and draw which CUs it would get. Nothing changes."""
-    _plan(name, output, **asked)
+def plan(name: str, output: str, suggest_mode: bool, want: tuple[str, ...], **asked: Any) -> None:
+    """Say where a slice would go and draw which CUs it would get. Nothing changes.
+
+    With --suggest-mode: which partition modes suit a mix of slices, hard isolation against waste.
+    """
+    if suggest_mode != bool(want):
+        raise click.UsageError("--suggest-mode and --want go together.")
+    if suggest_mode:
+        _suggest(want, output)
+    else:
+        _plan(name, output, **asked)
+
+
+def _suggest(want: tuple[str, ...], output: str) -> None:
+    from amdvgpud.core import wire
+    from amdvgpud.ctl import show
+
+    with _said_plainly():
+        answer, raw = _client().get("/v1/suggest-modes", wire.ModeProposals, want=",".join(want))
+    _print_json(raw) if output == "json" else show.proposals(answer)
 
 
 def _plan(name: str, output: str, **asked: Any) -> None:

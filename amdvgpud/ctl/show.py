@@ -145,6 +145,56 @@ def gpu(item: wire.GpuView) -> None:
     ]
     titles = "PARTITION KFD-NODE> KFD-GPU-ID> RENDER-NODE VRAM> VRAM-FREE> CUS> CUS-FREE> ROWS XCCS>"
     print_table(_columns(titles), rows)
+    if item.profiles:
+        print()
+        profiles(item.profiles)
+
+
+def profiles(items: Sequence[wire.ProfileView]) -> None:
+    """The modes that a GPU can be cut into."""
+    rows = [
+        [
+            str(p.index),
+            p.mode,
+            "current" if p.current else NONE,
+            str(p.partition_count),
+            str(p.xccs_per_partition),
+            str(p.cus_per_partition),
+            human_size(p.vram_bytes_per_partition),
+            " ".join(p.memory_modes) or NONE,
+        ]
+        for p in items
+    ]
+    print_table(_columns("PROFILE> MODE NOW PARTITIONS> XCCS-EACH> CUS-EACH> VRAM-EACH> MEMORY-MODES"), rows)
+
+
+def proposals(answer: wire.ModeProposals) -> None:
+    """What each proposal isolates and wastes, then the mode of each GPU in it."""
+    rows = [
+        [
+            str(number),
+            str(p.alone),
+            str(p.sharing),
+            str(p.unplaced),
+            str(p.cus_wasted),
+            human_size(p.vram_wasted_bytes),
+            str(p.switches),
+            str(p.untouched),
+        ]
+        for number, p in enumerate(answer.proposals, 1)
+    ]
+    titles = "PROPOSAL> ALONE> SHARING> UNPLACED> CUS-WASTED> VRAM-WASTED> SWITCHES> GPUS-UNUSED>"
+    print_table(_columns(titles), rows)
+    print()
+    modes = [
+        [str(number), gpu, _maybe(mode)]
+        for number, p in enumerate(answer.proposals, 1)
+        for gpu, mode in p.modes.items()
+    ]
+    print_table(_columns("PROPOSAL> GPU MODE"), modes)
+    print("alone: the driver keeps others off (hard); sharing: the gate and CU masks do (soft)")
+    if answer.busy:
+        print(f"looked past, as slices are on them: {', '.join(answer.busy)}")
 
 
 def _mode(now: str | None, available: Sequence[str]) -> str:

@@ -20,8 +20,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
+from amdvgpud.core import modes
 from amdvgpud.core.identify import smi_uuid
-from amdvgpud.core.model import CuLayout, Gpu, GpuId, Inventory, Link, LinkKind, Partition, PartitionId, Unusable
+from amdvgpud.core.model import (
+    CuLayout,
+    Gpu,
+    GpuId,
+    Inventory,
+    Link,
+    LinkKind,
+    Partition,
+    PartitionId,
+    Profile,
+    Unusable,
+)
 
 AMD: Final = 0x1002
 _GPU_CLASSES: Final = (0x03, 0x12)
@@ -605,6 +617,7 @@ class _Scan:
         device_id = device.device_id if device and device.device_id is not None else first["device_id"]
         whole_bytes = _number(_read(f"{device.path}/mem_info_vram_total")) if device else None
         gfx_target = partitions[0].gfx_target
+        compute = self._mode(device, "current_compute_partition")
         return Gpu(
             id=gpu_id,
             index=0,  # the rank is known when all are
@@ -618,12 +631,32 @@ class _Scan:
             vram_bytes=whole_bytes or sum(p.vram_bytes for p in partitions),
             partitions=tuple(partitions),
             numa_node=numa,
-            compute_partition=self._mode(device, "current_compute_partition"),
+            compute_partition=compute,
             memory_partition=self._mode(device, "current_memory_partition"),
             available_compute_partitions=self._modes(device, "available_compute_partition"),
             available_memory_partitions=self._modes(device, "available_memory_partition"),
             xgmi_hive_id=next((n["hive_id"] for _, n in nodes if n["hive_id"]), 0),
+            profiles=self._profiles(device, compute, [p.layout.xcc_count for p in partitions]),
         )
+
+    def _profiles(self, device: _PciDevice | None, compute: str | None, xccs: Sequence[int]) -> tuple[Profile, ...]:
+        """What the driver can cut the GPU into. None where it has no such files, and for one mode only (a function of
+        a virtual machine, whose host decides).
+
+        Newer drivers describe the profile that ``xcp_config`` selects. The selector is read as it stands and never
+        written: it is one for all readers, and a switch of ours must not be what somebody else's tool shows.
+        """
+        available = self._modes(device, "available_compute_partition")
+        described = "compute_partition_config"
+        available = available or self._modes(device, f"{described}/supported_xcp_configs")
+        if device is None or len(available) < 2:
+            return ()
+        said = {}
+        selected = self._mode_word(_text(_read(f"{device.path}/{described}/xcp_config")))
+        if selected is not None:
+            said[selected] = self._modes(device, f"{described}/supported_nps_configs")
+        memory = self._modes(device, "available_memory_partition")
+        return modes.profiles(available, memory, modes.total_xccs(compute, xccs, available), said)
 
     def _partition(self, item: _Found, gpu: GpuId, index: int, node: _KfdNode, numa: int | None) -> Partition:
         gfx_target, wgp = self._gfx_target(node)
@@ -794,8 +827,10 @@ class _Scan:
             if raw.errno != errno.ENOENT:  # Radeon boards have no such file
                 self._warn(f"{device.address}: {name} is unknown for now: {_why(raw)}")
             return None
-        text = _text(raw).upper()
-        return text if re.fullmatch(r"[A-Z0-9]{3,8}", text, re.ASCII) else None
+        return self._mode_word(_text(raw))
+
+    def _mode_word(self, text: str) -> str | None:
+        return text.upper() if re.fullmatch(r"[A-Za-z0-9]{3,8}", text, re.ASCII) else None
 
     def _modes(self, device: _PciDevice | None, name: str) -> tuple[str, ...]:
         words = _text(_read(f"{device.path}/{name}")).upper().replace(",", " ").split() if device else []

@@ -21,6 +21,7 @@ from msgspec import UNSET
 from amdvgpud.core import identify, wire
 from amdvgpud.core.errors import Conflict, FieldError, Invalid, NotFound, Stale
 from amdvgpud.core.model import Book, Gpu, Holder, Lease, LeaseId, Request, Slice, SliceName
+from amdvgpud.core.modes import Target, parse_want
 from amdvgpud.core.plan import Plan, resize
 from amdvgpud.core.sizes import parse_size
 from amdvgpud.node import CdiSpecs, Node, NodeView
@@ -38,6 +39,7 @@ FEATURES: Final = (
     "long-poll",
     "metrics",
     "oversubscription",
+    "partition-modes",
     "resize",
     "sse",
 )
@@ -177,6 +179,23 @@ class Endpoints:
         if body.cordoned is not UNSET:
             await self._node.set_cordoned(gpu.id, body.cordoned)
         return self._gpu_reply(self._node.view(), gpu)
+
+    async def put_gpu_partition(self, call: Call, query: routes.PartitionQuery, body: wire.PartitionSpec) -> Reply:
+        view = self._node.view()
+        gpu = _gpu(view, call.path["id"])
+        revision = conditions.if_revision(call.request.headers, view.book.revision, f"GPU {gpu.id}")
+        target = Target(*(text.upper() if text else None for text in (body.compute, body.memory)))
+        done = await self._node.partition_gpu(
+            gpu.id, target, force=query.force, dry_run=query.dry_run, if_revision=revision
+        )
+        return Reply(views.repartition_view(done, dry_run=query.dry_run))
+
+    async def suggest_modes(self, call: Call, query: routes.WishQuery) -> Reply:
+        try:
+            wants = [parse_want(text) for text in query.want.split(",") if text.strip()]
+        except Invalid as error:
+            raise problem.invalid((FieldError("want", error.fields[0].detail),), body=False) from error
+        return Reply(views.mode_proposals(self._node.view(), wants))
 
     def _gpu_reply(self, view: NodeView, gpu: Gpu) -> Reply:
         return Reply(views.gpu_view(view, gpu, self._metrics.vram_used_bytes.get(gpu.id)), revision=view.book.revision)
@@ -522,6 +541,26 @@ ROUTES: Final = (
         who="writers",
         problems=(409, 412),
         request_headers=_MATCH,
+    ),
+    Route(
+        "PUT",
+        "/v1/gpus/{id}/partition",
+        "Cut an idle GPU into another mode",
+        _E.put_gpu_partition,
+        {200: (wire.RepartitionView,)},
+        body=wire.PartitionSpec,
+        query=routes.PartitionQuery,
+        who="writers",
+        problems=(409, 412),
+        request_headers=_MATCH,
+    ),
+    Route(
+        "GET",
+        "/v1/suggest-modes",
+        "Which partition modes suit a mix of slices",
+        _E.suggest_modes,
+        {200: (wire.ModeProposals,)},
+        query=routes.WishQuery,
     ),
     Route(
         "GET",

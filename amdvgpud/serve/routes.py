@@ -51,6 +51,21 @@ class DeleteQuery(ChangeQuery, forbid_unknown_fields=True):
     force: Annotated[bool, Meta(description="though processes run in it or a lease holds it")] = False
 
 
+class PartitionQuery(ChangeQuery, forbid_unknown_fields=True):
+    force: Annotated[bool, Meta(description="though slices that nobody uses are lost by it")] = False
+
+
+class WishQuery(Struct, forbid_unknown_fields=True):
+    want: Annotated[
+        str,
+        Meta(
+            max_length=512,
+            description="slices with commas between them: '4x25%:47GiB' (of a whole GPU) or '38:24GiB' (CUs) each",
+            extra_json_schema={"pattern": "^[0-9A-Za-z%:., ]*$"},
+        ),
+    ] = ""
+
+
 # Optional parameters are unset rather than None: msgspec takes the text "null" for None, and a query has no null.
 
 

@@ -10,13 +10,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePath
 from types import MappingProxyType
 
-from amdvgpud.core import cumask, wire
+from amdvgpud.core import cumask, modes, wire
 from amdvgpud.core.compute import format_compute
 from amdvgpud.core.errors import Conflict
-from amdvgpud.core.model import Gpu, GpuId, Inventory, Lease, Partition, PartitionId, Share, Slice, Usage
+from amdvgpud.core.model import Gpu, GpuId, Inventory, Lease, Partition, PartitionId, Profile, Share, Slice, Usage
 from amdvgpud.core.plan import Capacity, capacities
 from amdvgpud.core.render import slice_environment
-from amdvgpud.node import Event, NodeView
+from amdvgpud.node import Event, NodeView, Repartition
 
 
 def gpu_of(partition: PartitionId) -> GpuId:
@@ -97,9 +97,85 @@ def _gpu_views(view: NodeView, gpus: Iterable[Gpu], vram_used_bytes: Mapping[Gpu
             cordoned=gpu.id in view.book.cordoned,
             oversubscription=view.book.oversubscription.get(gpu.id, 1.0),
             partitions=[partition_view(p, capacity[p.id], by_node) for p in gpu.partitions],
+            profiles=[profile_view(gpu, profile) for profile in gpu.profiles],
         )
         for gpu in gpus
     ]
+
+
+def profile_view(gpu: Gpu, profile: Profile) -> wire.ProfileView:
+    # By XCC, not the GPU's sum by the count: in CPX a partition may not be shown, for want of a render minor.
+    cus_per_xcc = gpu.cu_count / sum(p.layout.xcc_count for p in gpu.partitions)
+    return wire.ProfileView(
+        index=profile.index,
+        mode=profile.mode,
+        current=profile.mode == gpu.compute_partition,
+        partition_count=profile.partition_count,
+        xccs_per_partition=profile.xccs_per_partition,
+        cus_per_partition=round(cus_per_xcc * profile.xccs_per_partition),
+        vram_bytes_per_partition=gpu.vram_bytes // profile.partition_count,
+        memory_modes=list(profile.memory_modes),
+    )
+
+
+def repartition_view(done: Repartition, *, dry_run: bool) -> wire.RepartitionView:
+    changed = done.before != done.after
+    notes = []
+    if changed:
+        verb = "would be put" if dry_run else "was put"
+        notes.append(f"{done.gpu} {verb} from {done.before} into {done.after}: partitions: {done.partitions}")
+    else:
+        notes.append(f"{done.gpu} is in {done.after} already")
+    if done.lost:
+        notes.append(f"lost until {done.before} is back: {', '.join(done.lost)}")
+    if done.memory_requested:
+        noted = "would note" if dry_run else "has noted"
+        notes.append(
+            f"the driver {noted} {done.memory_requested}; it takes effect when the amdgpu driver of this whole node is "
+            f"unloaded and loaded again (until then {done.memory}), which ends everything on all its GPUs, and in one "
+            "xGMI hive all GPUs have to ask for the same"
+        )
+    if not done.settled:
+        notes.append("the topology was still changing at the last look; the next scan has the rest")
+    return wire.RepartitionView(
+        gpu=done.gpu,
+        before=done.before,
+        after=done.after,
+        changed=changed,
+        partitions=done.partitions,
+        memory=done.memory,
+        memory_requested=done.memory_requested,
+        lost=list(done.lost),
+        settled=done.settled,
+        note="; ".join(notes),
+    )
+
+
+def mode_proposals(view: NodeView, wants: Sequence[modes.Want]) -> wire.ModeProposals:
+    """GPUs with slices that are not lost are left out: what is on them was cut for the mode they are in."""
+    busy = {
+        gpu_of(share.partition)
+        for name, item in view.book.slices.items()
+        if name not in view.lost
+        for share in item.shares
+    }
+    return wire.ModeProposals(
+        proposals=[
+            wire.ModeProposal(
+                modes=dict(p.modes),
+                alone=p.alone,
+                sharing=p.sharing,
+                unplaced=p.unplaced,
+                cus_wasted=p.cus_wasted,
+                vram_wasted_bytes=p.vram_wasted_bytes,
+                switches=p.switches,
+                untouched=p.untouched,
+                text=modes.describe(p),
+            )
+            for p in modes.suggest(view.inventory, wants, frozenset(busy))
+        ],
+        busy=sorted(busy),
+    )
 
 
 def share_view(share: Share, inventory: Inventory, usage: Usage | None) -> wire.ShareView:

@@ -61,6 +61,13 @@ class SimulatedDriver:
         finally:
             os.close(state)
 
+    def has_process(self, pid: int) -> bool:
+        """Whether ``pid`` of ``kfd/proc`` is a living KFD process: there softkfd leaves the dead until it sweeps."""
+        return any(token.read_text().split()[:1] == [str(pid)] and _lives(token) for token in self._tokens())
+
+    def _tokens(self) -> list[Path]:
+        return list((self._root / "procs").iterdir())
+
     def _users(self, pci_address: str) -> list[str]:
         """Tokens of the living processes that have the GPU open (softkfd/README.md: ``procs/``).
 
@@ -71,7 +78,7 @@ class SimulatedDriver:
             for line in (self._root / "gpus.conf").read_text().splitlines()
             if (values := dict(pair.split("=", 1) for pair in line.split()))["device"].endswith(f"/{pci_address}")
         }
-        return [token.name for token in (self._root / "procs").iterdir() if _lives(token) and ids & _opened(token)]
+        return [token.name for token in self._tokens() if _lives(token) and ids & _opened(token)]
 
 
 def _opened(token: Path) -> set[str]:

@@ -14,7 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from amdvgpud.core.identify import smi_uuid
-from amdvgpud.core.model import CuLayout, Gpu, GpuId, Inventory, Link, LinkKind, Partition, PartitionId, Unusable
+from amdvgpud.core.model import (
+    CuLayout,
+    Gpu,
+    GpuId,
+    Inventory,
+    Link,
+    LinkKind,
+    Partition,
+    PartitionId,
+    Profile,
+    Unusable,
+)
 from amdvgpud.host import sysfs
 from amdvgpud.host.sysfs import SysfsReader
 
@@ -219,6 +230,12 @@ def test_one_gpu_with_all_its_files(machine: Machine) -> None:
         available_compute_partitions=("SPX", "DPX", "QPX", "CPX"),
         available_memory_partitions=("NPS1", "NPS4"),
         xgmi_hive_id=99,
+        profiles=(
+            Profile(0, "SPX", 1, 8, ("NPS1",)),
+            Profile(1, "DPX", 2, 4, ("NPS1",)),
+            Profile(2, "QPX", 4, 2, ("NPS1", "NPS4")),
+            Profile(3, "CPX", 8, 1, ("NPS1", "NPS4")),
+        ),
     )
     assert machine.read() == Inventory((expected,), generation_id=17, driver_version="6.12.12")
     reader = SysfsReader(machine.root)

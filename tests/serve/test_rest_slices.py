@@ -311,6 +311,7 @@ async def test_cdi_system_root_and_health_answer(desk: Any) -> None:
         "devices": ["amdvgpu.io/slice=alice"],
         "conflicts": [],
         "spec": {"devices": [{"name": "alice"}]},
+        "partition_devices": [],
     }
     system = (await desk.ask("GET", "/v1/system")).json
     assert (system["version"], system["ready"], system["revision"]) == ("1.2.3", True, 1)
