@@ -206,7 +206,7 @@ class NodeView:
     cdi: CdiStatus
     ready: bool
     warnings: tuple[str, ...] = ()
-    """What an operator should look at: of the machine, and of where the slices' files lie."""
+    """What an operator should look at: of the scan, of promises that cannot be kept, of the machine, of the files."""
 
 
 def lost_reason(item: Slice, inventory: Inventory) -> str | None:
@@ -256,6 +256,9 @@ class Node:
         self._book = Book()
         self._inventory = Inventory()
         self._lost: dict[SliceName, str] = {}
+        self._broken: tuple[str, ...] = ()
+        """Promises that the machine, as it is now, cannot keep."""
+        self._scan_failure: str | None = None
         self._usage: dict[SliceName, Usage] = {}
         self._ready = False
         self._events: deque[Event] = deque(maxlen=EVENT_RING)
@@ -277,7 +280,12 @@ class Node:
             dict(self._lost),
             self._cdi.status(),
             self._ready,
-            (*self._inventory.warnings, *self._files.warnings),
+            (
+                *([self._scan_failure] if self._scan_failure else []),
+                *self._broken,
+                *self._inventory.warnings,
+                *self._files.warnings,
+            ),
         )
 
     async def refresh_usage(self, names: Sequence[SliceName] | None = None) -> NodeView:
@@ -716,8 +724,16 @@ class Node:
         if (lease := self._book.lease_of(item.name)) is not None:
             raise Conflict(f"slice {item.name} cannot be {verb}: lease {lease.id} ({lease.holder.text}) holds it")
         await asyncio.to_thread(self._reclaim, [item.name])  # what has just ended must not count until the next tick
-        await self._read_ledgers([item.name])
-        if processes := self._usage[item.name].processes:
+        try:
+            usage = await asyncio.to_thread(self._files.usage, item.name)
+        except NotFound:
+            return  # lost since before a reboot: it has no files, so nobody runs in it
+        except HostFailure as error:
+            raise Conflict(
+                f"slice {item.name} cannot be {verb}: {error}, so nobody knows what runs in it; ask by force"
+            ) from error
+        self._usage[item.name] = usage
+        if processes := usage.processes:
             pids = ", ".join(str(p.pid) for p in processes[:8])
             raise Conflict(f"slice {item.name} cannot be {verb}: {len(processes)} processes run in it (pids {pids})")
 
@@ -731,6 +747,8 @@ class Node:
         before = self._book
         await asyncio.to_thread(self._act, before, after, rewrite)
         self._book = after
+        if self._broken:
+            self._broken = planner.check(after, self._inventory)
         for name in before.slices.keys() - after.slices.keys():
             self._lost.pop(name, None)
             self._usage.pop(name, None)
@@ -748,17 +766,26 @@ class Node:
                     self._files.remove(name)
                 self._files.write(after.slices[name], self._inventory)
             if changed or gone:
-                self._publish(after)
-        except (AmdvgpuError, OSError) as error:
+                self._publish(after, fresh=changed)
+        except Exception as error:  # whatever it is: disk and memory must not part
             self._undo(before, after)
-            if isinstance(error, AmdvgpuError):
-                raise
-            raise HostFailure(f"the change was not made: {error}") from error
+            if isinstance(error, OSError):
+                raise HostFailure(f"the change was not made: {error}") from error
+            raise
         for name in gone:
-            self._files.remove(name)
+            self._remove(name)
 
-    def _publish(self, book: Book) -> None:
-        live = [s for s in book.slices.values() if lost_reason(s, self._inventory) is None]
+    def _remove(self, name: SliceName) -> None:
+        """Nothing is promised by these files any more: that they stay is no reason to keep the promise."""
+        try:
+            self._files.remove(name)
+        except (AmdvgpuError, OSError) as error:
+            log.warning("%s: its files could not be removed, the next scan tries again: %s", name, error)
+
+    def _publish(self, book: Book, fresh: Iterable[SliceName] = ()) -> None:
+        """``fresh``: slices whose files have just been written, so that what was wrong with them is past."""
+        lost = self._lost.keys() - set(fresh)
+        live = [s for s in book.slices.values() if s.name not in lost and lost_reason(s, self._inventory) is None]
         if (error := self._cdi.publish(live, self._inventory).error) is not None:
             raise HostFailure(f"the CDI file could not be written, so nothing was changed: {error}")
 
@@ -776,14 +803,19 @@ class Node:
         for step in steps:
             try:
                 step()
-            except (AmdvgpuError, OSError) as error:
+            except Exception as error:
                 log.warning("Undoing a failed change: %s", error)
 
     async def _scan(self) -> None:
         async with self._changing:
             self._next_scan = None
-            inventory = await asyncio.to_thread(self._sysfs.read_inventory)
-            await self._reconcile(inventory)
+            try:
+                inventory = await asyncio.to_thread(self._sysfs.read_inventory)
+                await self._reconcile(inventory)
+            except (AmdvgpuError, OSError) as error:
+                self._scan_failure = f"The last scan of the machine failed: {error}"
+                raise
+            self._scan_failure = None
 
     async def _reconcile(self, inventory: Inventory) -> None:
         """Make files and CDI say what the Book says on ``inventory``. The same at start, after a crash, on hot-plug."""
@@ -791,15 +823,15 @@ class Node:
             usable = ", ".join(f"{g.index}:{g.product_name}" for g in inventory.gpus)
             self._inventory = inventory
             self._tell("inventory.changed", "node", f"GPUs: {usable or 'none'}; unusable: {len(inventory.unusable)}")
-        was_lost, self._lost = self._lost, {}
-        for item in self._book.slices.values():
-            if (reason := lost_reason(item, inventory)) is not None:
-                self._lost[item.name] = reason
-                if item.name not in was_lost:
-                    self._tell("slice.lost", item.name, reason)
-            elif item.name in was_lost:
-                self._tell("slice.returned", item.name, "what it was cut from is back")
+        was_lost = self._lost
+        reasons = {item.name: lost_reason(item, inventory) for item in self._book.slices.values()}
+        self._lost = {name: reason for name, reason in reasons.items() if reason is not None}
         await asyncio.to_thread(self._repair)
+        for name in self._book.slices:
+            if name in self._lost and name not in was_lost:
+                self._tell("slice.lost", name, self._lost[name])
+            elif name in was_lost and name not in self._lost:
+                self._tell("slice.returned", name, "what it was cut from is back, and so are its files")
         await self._read_ledgers(list(self._book.slices))
 
     def _repair(self) -> None:
@@ -816,7 +848,12 @@ class Node:
         if (refusal := self._cdi.publish(live, self._inventory).error) is not None:
             log.warning("The CDI file could not be written, the previous one stays: %s", refusal)
         for name in self._files.names() - self._book.slices.keys():
-            self._files.remove(name)  # left by a crash between journal and files; nobody was ever told of it
+            self._remove(name)  # left by a crash between journal and files; nobody was ever told of it
+        broken = planner.check(self._book, self._inventory)
+        for sentence in broken:
+            if sentence not in self._broken:
+                log.warning("%s.", sentence)
+        self._broken = broken
 
     # ------------------------------------------------------------------------------------------------ ledgers
 
@@ -824,7 +861,8 @@ class Node:
         freed = []
         for name in names:
             # A slice may be deleted while its ledger is read: readers take no turn behind those who change the Book.
-            with contextlib.suppress(NotFound):
+            # What else is wrong with a ledger shows where it is read, and is no reason to look past the others.
+            with contextlib.suppress(NotFound, HostFailure):
                 if freed_bytes := self._files.reclaim(name):
                     freed.append((name, freed_bytes))
         return freed
@@ -833,8 +871,12 @@ class Node:
         def read() -> Mapping[SliceName, Usage]:
             found = {}
             for name in names:
-                with contextlib.suppress(NotFound):
+                try:
                     found[name] = self._files.usage(name)
+                except NotFound:
+                    continue
+                except HostFailure as error:
+                    found[name] = Usage(name, damaged=str(error))
             return found
 
         usage = await asyncio.to_thread(read)

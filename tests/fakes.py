@@ -76,9 +76,12 @@ class StillSysfs:
     inventory: Inventory
     used_bytes: dict[str, int] = field(default_factory=dict)
     reads: int = 0
+    broken: OSError | None = None
 
     def read_inventory(self) -> Inventory:
         self.reads += 1
+        if self.broken is not None:
+            raise self.broken
         return self.inventory
 
     def vram_used_bytes(self, pci_address: str) -> int | None:
@@ -129,12 +132,19 @@ class MemoryFiles:
     usages: dict[SliceName, Usage] = field(default_factory=dict)
     dead_bytes: dict[SliceName, int] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    unopenable: set[SliceName] = field(default_factory=set)
+    """Slices whose ledger is there and cannot be opened."""
+    broken: Exception | None = None
+    """What writing raises, once."""
 
     def prepare(self) -> None:
         self.faults.step("prepare")
 
     def write(self, item: Slice, inventory: Inventory) -> None:
         self.faults.step(f"write {item.name}")
+        if self.broken is not None:
+            error, self.broken = self.broken, None
+            raise error
         self.written[item.name] = item
         self.usages.setdefault(item.name, Usage(item.name))
 
@@ -160,6 +170,8 @@ class MemoryFiles:
     def _there(self, name: SliceName) -> None:
         if name not in self.usages:
             raise NotFound(f"slice {name} has no directory")
+        if name in self.unopenable:
+            raise HostFailure(f"slice {name}: its ledger cannot be opened")
 
     def run_a_process_in(self, name: SliceName, pid: int = 4321) -> None:
         self.usages[name] = Usage(name, processes=(ProcessUsage(0, pid, 77, 1, {}),))

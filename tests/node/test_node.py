@@ -116,6 +116,70 @@ async def test_a_crash_before_any_step_is_repaired_at_the_next_start(bench: Benc
     assert (ALICE in book, BOB in book) == (survives, step != "remove bob")
 
 
+async def test_a_directory_that_will_not_go_away_does_not_undo_a_deletion(bench: Bench) -> None:
+    await bench.node.put_slice(quarter())
+    bench.faults.failing.add("remove alice")
+    await bench.node.delete_slice(ALICE)
+    assert bench.everything() == (set(), set(), {ALICE}, ())
+    await bench.node.rescan()
+    assert bench.everything() == (set(), set(), set(), ())
+
+
+async def test_a_stray_directory_that_will_not_go_away_does_not_keep_the_daemon_from_starting(bench: Bench) -> None:
+    bench.files.written[BOB] = bench.node._placed(quarter(BOB), 0)
+    bench.faults.failing.add("remove bob")
+    node = bench.restarted()
+    await node.start()
+    assert node.view().ready
+
+
+async def test_a_fault_that_nobody_foresaw_leaves_disk_and_memory_alike(bench: Bench) -> None:
+    bench.files.broken = ZeroDivisionError("nobody foresaw it")
+    with pytest.raises(ZeroDivisionError):
+        await bench.node.put_slice(quarter())
+    assert bench.everything() == (set(), set(), set(), ())
+
+
+async def test_a_slice_whose_files_could_not_be_written_is_not_offered_until_they_can(bench: Bench) -> None:
+    await bench.node.put_slice(quarter())
+    bench.faults.failing.add("write alice")
+    await bench.node.rescan()
+    assert bench.node.view().lost == {ALICE: "its files could not be written: write alice: no luck"}
+    await bench.node.put_slice(quarter(BOB))
+    assert bench.everything()[3] == (BOB,)
+    bench.faults.failing.add("write alice")
+    await bench.node.rescan()
+    await bench.node.rescan()
+    assert bench.everything()[3] == (ALICE, BOB)
+    assert [e.kind for e in bench.node.events_since(0)[0] if e.subject == ALICE] == [
+        "slice.created",
+        "slice.lost",
+        "slice.returned",
+    ]
+
+
+async def test_a_scan_that_failed_is_said_until_one_has_worked(bench: Bench) -> None:
+    bench.sysfs.broken = OSError("no sysfs today")
+    with pytest.raises(OSError, match="no sysfs today"):
+        await bench.node.rescan()
+    assert bench.node.view().warnings == ("The last scan of the machine failed: no sysfs today",)
+    bench.sysfs.broken = None
+    await bench.node.rescan()
+    assert bench.node.view().warnings == ()
+
+
+async def test_promises_that_a_smaller_partition_cannot_keep_are_said_until_they_are_mended(bench: Bench) -> None:
+    await bench.node.put_slice(quarter(on=("0",), vram_bytes=96 * GIB))
+    gpu = a_gpu(0)
+    smaller = replace(gpu.partitions[0], vram_bytes=48 * GIB)  # another memory mode
+    bench.sysfs.inventory = Inventory((replace(gpu, partitions=(smaller,)),))
+    await bench.node.rescan()
+    (warning,) = bench.node.view().warnings
+    assert warning == f"{smaller.id}: 96 GiB of VRAM promised of 48 GiB (alice)"
+    await bench.node.resize_slice(ALICE, 48 * GIB)
+    assert bench.node.view().warnings == ()
+
+
 async def test_the_same_request_again_changes_nothing(bench: Bench) -> None:
     first, _ = await bench.node.put_slice(quarter())
     bench.faults.done.clear()
@@ -305,6 +369,39 @@ async def test_a_slice_deleted_under_a_tick_does_not_end_the_daemon(bench: Bench
     del bench.files.usages[ALICE]  # its directory goes between the list of names and the reading
     await bench.node.tick()
     assert bench.node.view().usage[BOB].processes == ()
+
+
+async def test_one_ledger_that_cannot_be_opened_does_not_blind_the_tick_to_the_others(bench: Bench) -> None:
+    await bench.node.put_slice(quarter())
+    await bench.node.put_slice(quarter(BOB))
+    bench.files.run_a_process_in(BOB)
+    bench.files.dead_bytes[BOB] = 5 * GIB
+    bench.files.unopenable.add(ALICE)
+    await bench.node.tick()
+    usage = bench.node.view().usage
+    assert usage[BOB].reclaimed_bytes == 5 * GIB
+    assert usage[ALICE].damaged == "slice alice: its ledger cannot be opened"
+
+
+async def test_a_slice_whose_ledger_cannot_be_opened_is_not_taken_for_idle(bench: Bench) -> None:
+    await bench.node.put_slice(quarter())
+    bench.files.unopenable.add(ALICE)
+    with pytest.raises(Conflict, match=r"alice cannot be deleted: .* nobody knows what runs in it"):
+        await bench.node.delete_slice(ALICE)
+    await bench.node.delete_slice(ALICE, force=True)
+    assert bench.everything() == (set(), set(), set(), ())
+
+
+async def test_a_lost_slice_that_has_no_files_since_a_reboot_is_deleted_like_any_other(bench: Bench) -> None:
+    await bench.node.put_slice(quarter(on=("1",)))
+    bench.sysfs.inventory = Inventory((bench.sysfs.inventory.gpus[0],))
+    bench.files.written.clear()  # the run directory is a tmpfs
+    bench.files.usages.clear()
+    node = bench.restarted()
+    await node.start()
+    assert set(node.view().lost) == {ALICE}
+    await node.delete_slice(ALICE)
+    assert bench.everything() == (set(), set(), set(), ())
 
 
 async def test_what_has_just_ended_does_not_keep_a_slice_from_being_deleted(bench: Bench) -> None:
