@@ -42,7 +42,7 @@ def main() -> None:
     _install(given.wheels, site)
     _make_environment(into)
     _place_libraries(into, site)
-    _place_files(into)
+    _place_files(into, site)
     given.lists.mkdir(parents=True, exist_ok=True)
     for package, paths in _owners(into, site).items():
         (given.lists / package).write_text("".join(f"/{p.relative_to(into)}\n" for p in sorted(paths)))
@@ -103,7 +103,7 @@ def _place_libraries(into: Path, site: Path) -> None:
         inside.symlink_to(Path(*[".."] * len(inside.parent.relative_to(into).parts)) / GATE_HOME / name)
 
 
-def _place_files(into: Path) -> None:
+def _place_files(into: Path, site: Path) -> None:
     units = into / "usr/lib/systemd/system"
     share = into / "usr/share/amdvgpud/systemd"
     source = REPOSITORY / "systemd"
@@ -120,8 +120,11 @@ def _place_files(into: Path) -> None:
     target.parent.mkdir(parents=True)
     with target.open("wb") as file:
         subprocess.run([sys.executable, str(REPOSITORY / "packaging/conffile.py")], stdout=file, check=True)
-    for page in sorted((REPOSITORY / "docs").glob("man/*.[1-9]")):
+    for page in sorted((REPOSITORY / "packaging/man").glob("*.[1-9]")):
         _copy(page, into / f"usr/share/man/man{page.suffix[1:]}" / page.name)
+    # By the click that is shipped: its scripts and the program's answers must fit.
+    build = [sys.executable, str(REPOSITORY / "packaging/completions/build.py"), str(into / "usr/share")]
+    subprocess.run(build, check=True, env={**os.environ, "PYTHONPATH": str(site)})
 
 
 def _copy(source: Path, target: Path) -> None:
@@ -139,7 +142,7 @@ def _owners(into: Path, site: Path) -> dict[str, list[Path]]:
             continue
         if path == into / GATE_HOME / "libamdvgpu.so":
             owners["libamdvgpu"].append(path)
-        elif path in client or path.name in ("amdvgpuctl", "amdvgpuctl.1"):
+        elif path in client or path.name in ("amdvgpuctl", "_amdvgpuctl", "amdvgpuctl.fish", "amdvgpuctl.1"):
             owners["amdvgpuctl"].append(path)
         else:
             owners["amdvgpud"].append(path)
