@@ -24,6 +24,7 @@ from amdvgpud.core.model import Inventory
 from amdvgpud.core.modes import parse_targets
 from amdvgpud.host import amdsmi
 from amdvgpud.host.cdi import CdiFile, SimulatedDevices
+from amdvgpud.host.cdi_partitions import WithPartitions
 from amdvgpud.host.ledger import LedgerFiles
 from amdvgpud.host.partition import PartitionFiles
 from amdvgpud.host.procs import process_alive, start_ticks
@@ -113,7 +114,15 @@ def assemble(settings: Settings) -> Parts:
         card_nodes=settings.cdi_card_nodes,
         version_limit=settings.cdi_version_limit or None,
     )
-    counted = CountedCdi(cdi, metrics)
+    whole = WithPartitions(
+        cdi,
+        settings.cdi_dir,
+        run_dir=settings.run_dir,
+        sysfs_root=root,
+        simulated=simulated,
+        kind=settings.cdi_kind,
+    )
+    counted = CountedCdi(whole, metrics)
     node = Node(
         sysfs,
         BookStore(settings.state_dir),

@@ -22,6 +22,7 @@ from amdvgpud.core.cumask import layout_hash
 from amdvgpud.core.errors import AmdvgpuError, Conflict, HostFailure, Invalid, NotFound, Stale
 from amdvgpud.core.model import (
     Book,
+    ComputePolicy,
     Gpu,
     GpuId,
     Holder,
@@ -65,6 +66,8 @@ class KfdUser:
 
     pid: int
     command: str
+    kfd_gpu_ids: frozenset[int] = frozenset()
+    """All that it has open: what its device cgroup admits, so on the host every GPU, in a container its own."""
 
 
 def named(users: Sequence[KfdUser]) -> str:
@@ -736,6 +739,22 @@ class Node:
         if processes := usage.processes:
             pids = ", ".join(str(p.pid) for p in processes[:8])
             raise Conflict(f"slice {item.name} cannot be {verb}: {len(processes)} processes run in it (pids {pids})")
+        if item.request.compute.policy is ComputePolicy.WHOLE:
+            await self._refuse_if_open(item, verb)
+
+    async def _refuse_if_open(self, item: Slice, verb: str) -> None:
+        """A container may have a whole partition without the gate, and then no ledger knows of it; the KFD does.
+
+        Who has this slice's GPUs open and no other was given just these. A process of the host has all GPUs open, and
+        is in nobody's way here.
+        """
+        places = [self._inventory.partition(share.partition) for share in item.shares]
+        own = {place.kfd_gpu_id for place in places if place is not None}
+        confined = len(self._inventory.partitions) > len(own)
+        users = await asyncio.to_thread(self._modes.users, None) if confined else ()
+        inside = tuple(user for user in users if user.kfd_gpu_ids and user.kfd_gpu_ids <= own)
+        if inside:
+            raise Conflict(f"slice {item.name} cannot be {verb}: its partition is open in {named(inside)}")
 
     # ------------------------------------------------------------------------------------------------- acting
 

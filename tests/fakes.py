@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from amdvgpud.core.errors import HostFailure, NotFound
+from amdvgpud.core.errors import Conflict, HostFailure, NotFound
 from amdvgpud.core.model import (
     Book,
     CuLayout,
@@ -21,7 +21,8 @@ from amdvgpud.core.model import (
     SliceName,
     Usage,
 )
-from amdvgpud.node import CdiStatus
+from amdvgpud.core.modes import profiles
+from amdvgpud.node import CdiStatus, KfdUser
 
 GIB = 1024**3
 
@@ -62,7 +63,30 @@ def a_gpu(index: int, vram_bytes: int = 192 * GIB, layout: CuLayout | None = Non
         numa_node=0,
         compute_partition="SPX",
         memory_partition="NPS1",
+        profiles=profiles(("SPX", "DPX", "QPX", "CPX"), ("NPS1", "NPS4"), 8, {}),
     )
+
+
+def in_mode(gpu: Gpu, mode: str) -> Gpu:
+    """``gpu``, whole before, as its driver would cut it. Its gpu_ids are others, and it comes last in KFD order."""
+    (whole,) = gpu.partitions
+    count = next(p.partition_count for p in gpu.profiles if p.mode == mode)
+    active = whole.layout.active
+    each = len(active) // count
+    partitions = tuple(
+        replace(
+            whole,
+            id=PartitionId(f"{gpu.id}/{i}"),
+            index=i,
+            kfd_node=100 + 10 * gpu.index + i,
+            kfd_gpu_id=5000 + 100 * gpu.index + 10 * count + i,
+            render_minor=whole.render_minor + i,
+            vram_bytes=gpu.vram_bytes // count,
+            layout=replace(whole.layout, xcc_count=8 // count, active=active[i * each : (i + 1) * each]),
+        )
+        for i in range(count)
+    )
+    return replace(gpu, partitions=partitions, compute_partition=mode)
 
 
 def an_inventory(gpu_count: int = 2) -> Inventory:
@@ -86,6 +110,43 @@ class StillSysfs:
 
     def vram_used_bytes(self, pci_address: str) -> int | None:
         return self.used_bytes.get(pci_address)
+
+
+@dataclass
+class StillModes:
+    """A driver over a StillSysfs: switches at once, refuses while a process has the GPU open, fails as it is told."""
+
+    sysfs: StillSysfs
+    opened: dict[GpuId, tuple[KfdUser, ...]] = field(default_factory=dict)
+    refusals: list[Exception] = field(default_factory=list)
+    """Raised by the next writes, one each."""
+    requested: dict[GpuId, str] = field(default_factory=dict)
+    written: list[str] = field(default_factory=list)
+
+    def users(self, gpu: Gpu | None) -> tuple[KfdUser, ...]:
+        if gpu is not None:
+            return self.opened.get(gpu.id, ())
+        return tuple(user for users in self.opened.values() for user in users)
+
+    def set_compute(self, gpu: Gpu, mode: str) -> None:
+        if self.refusals:
+            raise self.refusals.pop(0)
+        if gpu.compute_partition == mode:
+            return
+        if self.opened.get(gpu.id):
+            raise Conflict(f"{gpu.id}: EBUSY")
+        self.written.append(f"{gpu.id} {mode}")
+        whole = a_gpu(int(gpu.pci_address[5:7], 16) - 0x11)
+        others = [g for g in self.sysfs.inventory.gpus if g.id != gpu.id]
+        cut = whole if mode == "SPX" else in_mode(whole, mode)
+        gpus = tuple(replace(g, index=i) for i, g in enumerate([*others, cut]))
+        generation = self.sysfs.inventory.generation_id + 1
+        self.sysfs.inventory = replace(self.sysfs.inventory, gpus=gpus, generation_id=generation)
+
+    def request_memory(self, gpu: Gpu, mode: str) -> None:
+        if self.refusals:
+            raise self.refusals.pop(0)
+        self.requested[gpu.id] = mode
 
 
 class Crash(BaseException):  # not an error: the end of the process, as kill -9 makes it

@@ -8,13 +8,13 @@ Sources: ROCr ``amd_filter_device.cpp`` for the tokens of ROCR_VISIBLE_DEVICES; 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from string import ascii_lowercase, ascii_uppercase, digits
 from typing import Final
 
 from amdvgpud.core import cumask
 from amdvgpud.core.errors import Conflict
-from amdvgpud.core.model import CuLayout, CuSet, Inventory, Partition, Slice
+from amdvgpud.core.model import ComputePolicy, CuLayout, CuSet, Inventory, Partition, Slice
 
 MIB: Final = 1024**2
 
@@ -67,6 +67,27 @@ def _visible(partitions: Sequence[Partition], inventory: Inventory, all_nodes_vi
 def _hami_size(size_bytes: int) -> str:
     """``<MiB>m``. Below one MiB plain bytes, which that hook reads as well: 0m could be read as no limit."""
     return f"{size_bytes // MIB}m" if size_bytes >= MIB else str(size_bytes)
+
+
+# ---------------------------------------------------------------------------------------------------- whole partitions
+
+
+def partition_device(partition: Partition) -> str:
+    """Its CDI device name: the id, with a dash for the slash that CDI does not take."""
+    return f"{partition.gpu}-{partition.index}"
+
+
+def reserved_partitions(slices: Iterable[Slice], inventory: Inventory) -> tuple[Partition, ...]:
+    """The Partitions that a slice which is not lost has whole, by name: nobody else gets anything of them."""
+    found = {}
+    for item in slices:
+        if item.request.compute.policy is not ComputePolicy.WHOLE:
+            continue
+        for share in item.shares:
+            partition = inventory.partition(share.partition)
+            if partition is not None and cumask.layout_hash(partition.layout) == share.layout_hash:
+                found[partition_device(partition)] = partition
+    return tuple(partition for _, partition in sorted(found.items()))
 
 
 # ----------------------------------------------------------------------------------------------------------- the map

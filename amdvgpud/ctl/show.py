@@ -354,7 +354,7 @@ def cdi(answer: wire.CdiView) -> None:
         ]
     )
     print()
-    print_table([Column("DEVICE")], [[d] for d in answer.devices])
+    print_table([Column("DEVICE")], [[d] for d in [*answer.devices, *answer.partition_devices]])
 
 
 def system(answer: wire.SystemView) -> None:

@@ -596,14 +596,12 @@ class CdiFile:
             devices, edits = self._devices(slices, inventory), self._common()
             if devices:
                 spec = Spec(minimum_version(self._kind, devices, edits), self._kind, devices, edits)
-                data = format_spec(spec)
-                _need(parse_spec(data) == spec, "", "the document does not read back as what was meant")
-                _once_each(spec)
-                _replace(self._run_dir / "ld.so.preload", self._preload())
-                _replace(self.path, data)
+                data = proven(spec)
+                replace_file(self._run_dir / "ld.so.preload", self._preload())
+                replace_file(self.path, data)
                 written = True
             else:
-                _remove(self.path)  # readers refuse an empty list of devices
+                remove_file(self.path)  # readers refuse an empty list of devices
         except (AmdvgpuError, OSError) as failure:
             error = f"{self.path} was left as it is: {failure}"
             if error != self._status.error:
@@ -641,7 +639,7 @@ class CdiFile:
         for place in places:
             paths = [f"/dev/dri/renderD{place.render_minor}", *self._cards_of(place)]
             if self._simulated:
-                mounts += [_plain_node(self._simulated, path) for path in paths]
+                mounts += [plain_node(self._simulated, path) for path in paths]
                 continue
             nodes += [self._node(path) for path in paths]
             # For programs that the gate is not in (static, musl): the gate itself answers reads of this file with the
@@ -669,7 +667,7 @@ class CdiFile:
         # limit, it is the make-believe hardware.
         root = Mount(str(self._simulated.root), SOFTKFD_ROOT_IN_CONTAINER, _PLAIN_NODE_OPTIONS)
         softkfd = Mount(str(self._simulated.softkfd), SOFTKFD_IN_CONTAINER, _LIBRARY_OPTIONS)
-        return Edits((), (), (*gate, softkfd, root, _plain_node(self._simulated, "/dev/kfd")))
+        return Edits((), (), (*gate, softkfd, root, plain_node(self._simulated, "/dev/kfd")))
 
     def _preload(self) -> bytes:
         """Gate before emulator: the first to be asked must be the one that limits, the other answers by itself."""
@@ -721,7 +719,7 @@ def _entries(folder: Path) -> list[Path]:
         return []
 
 
-def _plain_node(simulated: SimulatedDevices, path: str) -> Mount:
+def plain_node(simulated: SimulatedDevices, path: str) -> Mount:
     return Mount(str(simulated.root / path.lstrip("/")), path, _PLAIN_NODE_OPTIONS)
 
 
@@ -734,6 +732,14 @@ def _live_partitions(item: Slice, inventory: Inventory) -> tuple[Partition, ...]
             return ()
         found.append(place)
     return tuple(found)
+
+
+def proven(spec: Spec) -> bytes:
+    """The bytes of the file, after they were read back; ``Invalid`` where they do not say what was meant."""
+    data = format_spec(spec)
+    _need(parse_spec(data) == spec, "", "the document does not read back as what was meant")
+    _once_each(spec)
+    return data
 
 
 def _once_each(spec: Spec) -> None:
@@ -784,7 +790,7 @@ def _names_in(path: Path, kind: str) -> set[str]:
 # ---------------------------------------------------------------------------------------------------- atomic writes
 
 
-def _replace(path: Path, data: bytes) -> None:
+def replace_file(path: Path, data: bytes) -> None:
     """Make ``path`` hold ``data``, mode 0644 in a directory of mode 0755, whatever the umask; equal bytes: no write.
 
     The temporary file lies in the same directory, because watching runtimes notice a rename inside it and none into
@@ -817,7 +823,7 @@ def _holds(path: Path, data: bytes) -> bool:
         return False
 
 
-def _remove(path: Path) -> None:
+def remove_file(path: Path) -> None:
     try:
         path.unlink()
     except FileNotFoundError:

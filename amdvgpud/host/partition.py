@@ -66,8 +66,9 @@ class PartitionFiles:
         found = []
         for folder in self._processes():
             pid = int(folder.name)
-            if self._alive(pid) and (ids is None or ids & _opened(folder)):
-                found.append(KfdUser(pid, self._command(pid)))
+            opened = _opened(folder)
+            if self._alive(pid) and (ids is None or ids & opened):
+                found.append(KfdUser(pid, self._command(pid), frozenset(opened)))
         return tuple(sorted(found, key=lambda user: user.pid))
 
     def _processes(self) -> list[Path]:

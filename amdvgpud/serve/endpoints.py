@@ -23,6 +23,7 @@ from amdvgpud.core.errors import Conflict, FieldError, Invalid, NotFound, Stale
 from amdvgpud.core.model import Book, Gpu, Holder, Lease, LeaseId, Request, Slice, SliceName
 from amdvgpud.core.modes import Target, parse_want
 from amdvgpud.core.plan import Plan, resize
+from amdvgpud.core.render import partition_device, reserved_partitions
 from amdvgpud.core.sizes import parse_size
 from amdvgpud.node import CdiSpecs, Node, NodeView
 from amdvgpud.serve import conditions, problem, routes, views
@@ -430,6 +431,10 @@ class Endpoints:
                 devices=[f"{kind}={s.name}" for s in live] if view.cdi.written else [],
                 conflicts=list(view.cdi.conflicts),
                 spec=spec,
+                partition_devices=[
+                    f"{kind.partition('/')[0]}/partition={partition_device(p)}"
+                    for p in reserved_partitions(live, view.inventory)
+                ],
             )
         )
 
