@@ -9,6 +9,7 @@ A state that cannot be understood is never emptied and never written to: ``State
 
 from __future__ import annotations
 
+import fcntl
 import os
 import sqlite3
 from collections.abc import Callable, Iterable, Mapping
@@ -17,7 +18,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from amdvgpud.core.errors import HostFailure, StateUnreadable
+from amdvgpud.core.errors import Conflict, HostFailure, StateUnreadable
 from amdvgpud.core.model import Book, GpuId, Lease, LeaseId, Slice, SliceName
 
 SCHEMA_VERSION: Final = 1
@@ -40,10 +41,17 @@ class BookStore:
     def __init__(self, directory: Path) -> None:
         self.path = directory / "state.db"
         self._db: sqlite3.Connection | None = None
+        self._lock: int | None = None
+        self._stored = Book()
+        """What the file says. Not always what our caller takes it to say: a change may have failed to be withdrawn."""
 
     def load(self) -> Book:
-        """The stored Book; an empty one where there is no file. ``StateUnreadable`` leaves the file as it is."""
+        """The stored Book; an empty one where there is no file. ``StateUnreadable`` leaves the file as it is.
+
+        ``Conflict`` while another one keeps its Book here: two would each promise what the other has promised.
+        """
         self.close()
+        self._claim()
         if not self.path.exists():
             self._create()
         # sqlite takes an empty file for an empty database; here it is a lost one.
@@ -60,21 +68,26 @@ class BookStore:
                 )
             db.execute("PRAGMA journal_mode=WAL")
             db.execute("PRAGMA synchronous=FULL")
-            return Book(
+            self._stored = Book(
                 meta["revision"],
                 {s.name: s for s in self._rows(db, "slices", Slice)},
                 {lease.id: lease for lease in self._rows(db, "leases", Lease)},
                 frozenset(GpuId(gpu) for (gpu,) in db.execute("SELECT gpu FROM cordoned")),
                 {GpuId(gpu): ratio for gpu, ratio in db.execute("SELECT gpu, ratio FROM oversubscription")},
             )
+            return self._stored
         except (sqlite3.Error, KeyError, ValueError, msgspec.ValidationError, msgspec.DecodeError) as error:
             raise self._unreadable(str(error)) from error
 
     def commit(self, before: Book, after: Book) -> None:
-        """Make the file say ``after``, given that it says ``before``. All or nothing; durable on return."""
+        """Make the file say ``after``. All or nothing; durable on return.
+
+        What is written is the difference to what the file says, not to ``before``: where an earlier change could not be
+        withdrawn, it goes with the next one, and does not come back at the next start beside what was promised since.
+        """
         if self._db is None:
             raise HostFailure(f"{self.path}: commit before load")
-        db = self._db
+        db, before = self._db, self._stored
         try:
             db.execute("BEGIN IMMEDIATE")
             _replace(db, "slices", "name", before.slices, after.slices)
@@ -91,17 +104,37 @@ class BookStore:
             if db.in_transaction:
                 db.execute("ROLLBACK")
             raise HostFailure(f"{self.path}: the change could not be stored and was not made: {error}") from error
+        self._stored = after
 
     def close(self) -> None:
         if self._db is not None:
             self._db.close()
             self._db = None
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _claim(self) -> None:
+        """The directory's own lock: it leaves no file behind, and goes with its process."""
+        directory = self.path.parent
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise HostFailure(f"{directory}: the directory of the state could not be made: {error}") from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self.close()
+            raise Conflict(
+                f"another amdvgpud keeps its state in {directory} ({error}): stop it, or give this one another "
+                "state_dir"
+            ) from error
 
     def _create(self) -> None:
         # Under another name first: a crash in the middle must not leave what `load` would call a lost state.
         fresh = self.path.with_suffix(".new")
         try:
-            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             fresh.unlink(missing_ok=True)
             with sqlite3.connect(fresh) as db:
                 db.executescript(_SCHEMA)

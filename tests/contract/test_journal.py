@@ -34,7 +34,15 @@ Open = Callable[[], Journal]
 def reopen(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
     """Each call is another daemon on the same state."""
     kept = MemoryJournal()
-    return (lambda: kept) if request.param == "memory" else (lambda: BookStore(tmp_path))
+    stores: list[BookStore] = []
+
+    def another_store() -> BookStore:
+        for store in stores:
+            store.close()  # the daemon before is gone
+        stores.append(BookStore(tmp_path))
+        return stores[-1]
+
+    return (lambda: kept) if request.param == "memory" else another_store
 
 
 def a_slice(name: str, revision: int = 1) -> Slice:

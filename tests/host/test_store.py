@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from amdvgpud.core.errors import HostFailure, StateUnreadable
-from amdvgpud.core.model import Book
+from amdvgpud.core.errors import Conflict, HostFailure, StateUnreadable
+from amdvgpud.core.model import Book, Compute, GpuId, Request, Slice, slice_name
 from amdvgpud.host.store import BookStore
 
+A_SLICE = Slice(slice_name("a"), Request(slice_name("a"), Compute(percent=25.0)), (), 1.0, 1)
 LIE = b'{"name":"x","shares":[{"cus":{"bits":[1,1]}}]}'.hex()
 
 
@@ -73,6 +74,26 @@ def test_a_directory_that_cannot_be_made_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(HostFailure, match="could not be made"):
         BookStore(tmp_path / "file" / "below").load()
+
+
+def test_a_change_that_could_not_be_taken_back_is_gone_with_the_next_one(tmp_path: Path) -> None:
+    store = BookStore(tmp_path)
+    empty = store.load()
+    store.commit(empty, empty.with_oversubscription({GpuId("GPU-1"): 2.0}).with_slice(A_SLICE))
+    # Whoever could not withdraw that (a full disk) goes on from the Book before it.
+    after = empty.with_cordoned([GpuId("GPU-2")])
+    store.commit(empty, after)
+    store.close()
+    assert BookStore(tmp_path).load() == after
+
+
+def test_two_daemons_never_keep_one_book(tmp_path: Path) -> None:
+    first = BookStore(tmp_path)
+    first.load()
+    with pytest.raises(Conflict, match=f"another amdvgpud keeps its state in {tmp_path}"):
+        BookStore(tmp_path).load()
+    first.close()
+    assert BookStore(tmp_path).load() == Book()
 
 
 def test_a_commit_that_returned_survives_kill_9(tmp_path: Path) -> None:
