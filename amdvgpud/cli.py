@@ -303,8 +303,12 @@ class Daemon:
             await asyncio.Event().wait()
 
     async def _look_again(self) -> None:
-        with self._parts.metrics.reconcile():
-            await self._parts.node.rescan()
+        """A scan that fails ends neither the daemon nor the hearing of events: what it had before stays in force."""
+        try:
+            with self._parts.metrics.reconcile():
+                await self._parts.node.rescan()
+        except (AmdvgpuError, OSError) as error:
+            log.warning("A scan of the machine failed, the next one is due in %g s: %s", self._settings.rescan_s, error)
 
 
 async def _serve(settings: Settings, read_again: Callable[[], Settings]) -> None:
