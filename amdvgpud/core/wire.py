@@ -67,7 +67,9 @@ class LeaseSpec(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class LeaseRenewal(Struct, forbid_unknown_fields=True, kw_only=True):
-    ttl_s: Annotated[float, Meta(gt=0, le=31_536_000)] | None = None
+    """A merge patch: `ttl_s` lets the lease end so many seconds from now; null takes its end away."""
+
+    ttl_s: Annotated[float, Meta(gt=0, le=31_536_000)] | UnsetType | None = UNSET
 
 
 class GpuPatch(Struct, forbid_unknown_fields=True, kw_only=True):

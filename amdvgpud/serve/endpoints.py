@@ -390,7 +390,7 @@ class Endpoints:
     async def patch_lease(self, call: Call, query: routes.ChangeQuery, body: wire.LeaseRenewal) -> Reply:
         view = self._node.view()
         lease = _lease(view, call.path["id"])
-        if query.dry_run:
+        if query.dry_run or body.ttl_s is UNSET:
             return self._lease_reply(call, view, lease)
         return self._lease_reply(call, self._node.view(), await self._node.renew_lease(lease.id, body.ttl_s))
 

@@ -224,6 +224,8 @@ async def test_a_lease_is_renewed_and_released(desk: Any) -> None:
     assert lease["expires_s"] == 1010.0
     desk.now_s = 1005.0
     assert (await desk.ask("PATCH", f"/v1/leases/{lease['id']}", {"ttl_s": 60})).json["expires_s"] == 1065.0
+    assert (await desk.ask("PATCH", f"/v1/leases/{lease['id']}", {})).json["expires_s"] == 1065.0
+    assert (await desk.ask("PATCH", f"/v1/leases/{lease['id']}", {"ttl_s": None})).json["expires_s"] is None
     assert (await desk.ask("DELETE", f"/v1/leases/{lease['id']}")).status == 204
     assert (await desk.ask("GET", "/v1/slices/alice")).json["state"] == "free"
 

@@ -110,7 +110,10 @@ async def test_watchers_are_bounded_and_a_place_is_free_again_when_one_goes(make
         refused = await desk.ask("GET", "/v1/events")
         assert (refused.status, refused.json["code"], refused.headers["Retry-After"]) == (429, "too-many-watchers", "5")
         assert (await desk.ask("GET", "/v1/slices?since=0&wait=1s")).status == 429
-        assert (await desk.ask("GET", "/v1/slices")).status == 200
+        for who_does_not_wait in ("/v1/slices", "/v1/slices?since=0", "/v1/slices?since=7&wait=1s"):
+            assert (await desk.ask("GET", who_does_not_wait)).status == 200
+        past = await desk.ask("GET", "/v1/events?since=0", headers={"Accept": "application/json"})
+        assert [e["kind"] for e in past.json["events"]] == ["inventory.changed"]
     while len(desk.api._watchers):
         await asyncio.sleep(0.001)  # the keep-alive finds out that they are gone
     async with desk.unix.get("/v1/events") as stream:
