@@ -86,7 +86,7 @@ def _listen(value: object, key: str) -> tuple[str, int] | None:
     if value == "":
         return None
     host, colon, port = value.rpartition(":") if isinstance(value, str) else ("", "", "")
-    if not colon or not host or not port.isdigit() or not 0 <= int(port) <= 65535:
+    if not colon or not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
         raise Invalid.field(key, f"{value!r} is no address: write host:port, as in '127.0.0.1:9841', or '' for none")
     return host.strip("[]"), int(port)
 

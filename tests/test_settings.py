@@ -40,6 +40,7 @@ def test_the_later_source_wins(tmp_path: Path) -> None:
         ("slices_tmpfs_bytes", "16 potatoes"),
         ("rest.socket_mode", "0999"),
         ("rest.tcp", "9841"),
+        ("rest.tcp", "127.0.0.1:²"),
         ("rest.tcp_details", "maybe"),
         ("metrics.compat", "nagios"),
         ("max_slices_per_partition", "-1"),
