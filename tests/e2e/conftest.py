@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import amdvgpud._abi
 import pytest
 
+import amdvgpud._abi
 from amdvgpud.core.model import Book, Compute, ComputePolicy, Inventory, Request, Slice, slice_name
 from amdvgpud.core.plan import place
 from amdvgpud.host.sysfs import SysfsReader
