@@ -795,10 +795,13 @@ class Node:
             self._remove(name)
 
     def _remove(self, name: SliceName) -> None:
-        """Nothing is promised by these files any more: that they stay is no reason to keep the promise."""
+        """Nothing is promised by these files any more: that they stay is no reason to keep the promise.
+
+        Any error, for the slice's owner may have put anything there (folders nested past Python's recursion, say).
+        """
         try:
             self._files.remove(name)
-        except (AmdvgpuError, OSError) as error:
+        except Exception as error:
             log.warning("%s: its files could not be removed, the next scan tries again: %s", name, error)
 
     def _publish(self, book: Book, fresh: Iterable[SliceName] = ()) -> None:
@@ -860,7 +863,7 @@ class Node:
                 continue  # whoever still runs in it keeps the policy that was; the GPU it names is not there
             try:
                 self._files.write(item, self._inventory)
-            except (AmdvgpuError, OSError) as error:
+            except Exception as error:
                 self._lost[item.name] = f"its files could not be written: {error}"
                 log.warning("%s: its files could not be written, it is not offered: %s", item.name, error)
         live = [s for s in self._book.slices.values() if s.name not in self._lost]

@@ -160,6 +160,7 @@ class Faults:
     failing: set[str] = field(default_factory=set)
     crashing: set[str] = field(default_factory=set)
     done: list[str] = field(default_factory=list)
+    error: type[Exception] = HostFailure
 
     def step(self, name: str) -> None:
         if name in self.crashing:
@@ -167,7 +168,7 @@ class Faults:
             raise Crash(name)
         if name in self.failing:
             self.failing.remove(name)
-            raise HostFailure(f"{name}: no luck")
+            raise self.error(f"{name}: no luck")
         self.done.append(name)
 
 

@@ -116,9 +116,12 @@ async def test_a_crash_before_any_step_is_repaired_at_the_next_start(bench: Benc
     assert (ALICE in book, BOB in book) == (survives, step != "remove bob")
 
 
-async def test_a_directory_that_will_not_go_away_does_not_undo_a_deletion(bench: Bench) -> None:
+@pytest.mark.parametrize("nested", [False, True])
+async def test_a_directory_that_will_not_go_away_does_not_undo_a_deletion(bench: Bench, nested: bool) -> None:
     await bench.node.put_slice(quarter())
     bench.faults.failing.add("remove alice")
+    if nested:
+        bench.faults.error = RecursionError
     await bench.node.delete_slice(ALICE)
     assert bench.everything() == (set(), set(), {ALICE}, ())
     await bench.node.rescan()
