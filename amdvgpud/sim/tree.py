@@ -153,6 +153,11 @@ def repartition(simulation: Simulation, root: Path, index: int, mode: str) -> No
         shutil.rmtree(aside)  # of a daemon that died in a switch
     aside.mkdir()
     _write_topology(_Writer(str(aside)), nodes, generation=was + len(gpu_ids) - len(kept) + len(own))
+    was_node = {place: 1 + rank for rank, place in enumerate(gpu_ids)}
+    for node in nodes:
+        if (place := (node.gpu_index, node.partition)) in kept:  # a figure of what goes on there, not of the switch
+            old, new = (f"{_TOPOLOGY}/nodes/{n}/mem_banks/0/used_memory" for n in (was_node[place], node.node))
+            (aside / new).write_text((root / old).read_text())
     for _, minor, _ in _drm_devices(after, _xcp_separator(root))[0][index]:
         os.truncate(root / f"dev/dri/renderD{minor}", 0)
         os.truncate(root / f"dev/dri/renderD{minor}", RENDER_FILE_BYTES)
