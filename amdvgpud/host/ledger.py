@@ -99,6 +99,7 @@ def _policy_words(item: Slice, placed: Sequence[tuple[Share, Partition]], enviro
     for entry, (share, partition) in zip(policy.gpu, placed, strict=False):
         entry.kfd_gpu_id = partition.kfd_gpu_id
         entry.kfd_node = partition.kfd_node
+        entry.render_minor = partition.render_minor
         entry.vram_bytes = share.vram_bytes
         entry.physical_bytes = partition.vram_bytes
         entry.cu_count = partition.cu_count

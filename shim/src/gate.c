@@ -11,6 +11,7 @@
 #include <stdarg.h>
 #include <stdio.h>
 
+#include "drm.h"
 #include "environ.h"
 #include "memory.h"
 #include "next.h"
@@ -55,13 +56,36 @@ static int pass(int fd, unsigned long request, void *argument) {
     return next(fd, request, argument);
 }
 
+/* Requests of a render node. */
+static int on_drm(int fd, unsigned long request, void *argument) {
+    switch (_IOC_NR(request)) {
+    case _IOC_NR(DRM_GEM_CLOSE):
+        if (kfd_is(request, DRM_GEM_CLOSE)) return avg_gem_close(fd, request, argument, pass);
+        break;
+    case _IOC_NR(DRM_GEM_CREATE):
+        if (kfd_is(request, DRM_GEM_CREATE)) return avg_gem_create(fd, request, argument, pass);
+        break;
+    case _IOC_NR(DRM_INFO):
+        if (kfd_is(request, DRM_INFO)) return avg_drm_info(fd, request, argument, pass);
+        break;
+    case _IOC_NR(DRM_USER_QUEUE):
+        if (kfd_is(request, DRM_USER_QUEUE)) return avg_user_queue(fd, request, argument, pass);
+        break;
+    }
+    return pass(fd, request, argument);
+}
+
 EXPORTED int ioctl(int fd, unsigned long request, ...) {
     va_list arguments;
     va_start(arguments, request);
     void *argument = va_arg(arguments, void *);
     va_end(arguments);
-    if (__builtin_expect(_IOC_TYPE(request) != 'K' || !_IOC_DIR(request) || !argument, 1)) return pass(fd, request, argument);
+    if (__builtin_expect((_IOC_TYPE(request) != 'K' && _IOC_TYPE(request) != 'd') || !argument || !_IOC_DIR(request), 1)) {
+        if (request == KFD_CREATE_PROCESS && !is_passive()) return avg_other_door(fd, request, argument, pass);
+        return pass(fd, request, argument);
+    }
     if (is_passive()) return pass(fd, request, argument);
+    if (_IOC_TYPE(request) == 'd') return on_drm(fd, request, argument);
     switch (_IOC_NR(request)) {
     case _IOC_NR(KFD_ALLOC_MEMORY):
         if (kfd_is(request, KFD_ALLOC_MEMORY)) return avg_alloc_memory(fd, request, argument, pass);
@@ -84,6 +108,10 @@ EXPORTED int ioctl(int fd, unsigned long request, ...) {
     case _IOC_NR(KFD_SET_CU_MASK):
         if (kfd_is(request, KFD_SET_CU_MASK)) return avg_set_cu_mask(fd, request, argument, pass);
         break;
+    case _IOC_NR(KFD_CRIU):
+        if (kfd_is(request, KFD_CRIU) && ((struct kfd_criu *)argument)->op == KFD_CRIU_RESTORE)
+            return avg_other_door(fd, request, argument, pass);
+        break;
     }
     return pass(fd, request, argument);
 }
@@ -102,19 +130,24 @@ static long memory_bank_node(const char *path) {
     return (long)avg_number(&digits);
 }
 
-/* The file's text with the size of the slice. The caller keeps its FILE; only what the descriptor under it leads to is
- * exchanged, before anything was read. Where that fails the file stays as it was: it shows, it does not limit. */
-static void show_slice(FILE *file, long node) {
+/* The file's text with the figures of the slice: of a memory bank's file the size, of a driver's memory file its one
+ * number (`node` -1). The caller keeps its FILE; only what the descriptor under it leads to is exchanged, before anything
+ * was read. Where that fails the file stays as it was: it shows, it does not limit. */
+static void show_slice(FILE *file, const char *path, long node) {
     char text[4096], changed[4200], *end = changed + sizeof changed - 1, *at = changed;
     int fd = fileno(file);
     long length = AVG_SYS(pread64, fd, text, sizeof text - 1, 0);
     if (length <= 0) return;
     text[length] = 0;
     for (const char *line = text; *line;) {
-        const char *stop = line;
+        const char *stop = line, *digits = line;
         while (*stop && *stop != '\n') stop++;
-        if (avg_starts(line, "size_in_bytes ")) {
-            const char *digits = line + sizeof "size_in_bytes " - 1;
+        if (node < 0 && line == text) {
+            uint64_t own = avg_number(&digits), shown = avg_memory_file_value(path, own);
+            if (shown == own) return;
+            at = avg_put_number(at, end, shown);
+        } else if (node >= 0 && avg_starts(line, "size_in_bytes ")) {
+            digits = line + sizeof "size_in_bytes " - 1;
             at = avg_put(at, end, "size_in_bytes ");
             at = avg_put_number(at, end, avg_total_of_node((uint32_t)node, avg_number(&digits)));
         } else
@@ -144,9 +177,9 @@ static FILE *open_with(fopen_function **next, const char *name, const char *path
     FILE *file = found(path, mode);
     if (!file) return NULL;
     long node = memory_bank_node(path);
-    if (node < 0 || is_passive()) return file;
+    if ((node < 0 && !avg_is_memory_file(path)) || is_passive()) return file;
     int error = errno;
-    show_slice(file, node);
+    show_slice(file, path, node);
     errno = error;
     return file;
 }

@@ -21,6 +21,7 @@ struct kfd_set_cu_mask { uint32_t queue_id, bits; uint64_t mask_pointer; };
 struct kfd_alloc_memory { uint64_t va, bytes, handle, mmap_offset; uint32_t gpu_id, flags; };
 struct kfd_free_memory { uint64_t handle; };
 struct kfd_available_memory { uint64_t available; uint32_t gpu_id, pad; };
+struct kfd_criu { uint64_t pointers[3], private_bytes; uint32_t counts[3], pid, op; };
 
 #define KFD_CREATE_QUEUE _IOWR('K', 0x02, struct kfd_create_queue)
 #define KFD_DESTROY_QUEUE _IOWR('K', 0x03, struct kfd_destroy_queue)
@@ -28,6 +29,9 @@ struct kfd_available_memory { uint64_t available; uint32_t gpu_id, pad; };
 #define KFD_ALLOC_MEMORY _IOWR('K', 0x16, struct kfd_alloc_memory)
 #define KFD_FREE_MEMORY _IOW('K', 0x17, struct kfd_free_memory)
 #define KFD_SET_CU_MASK _IOW('K', 0x1a, struct kfd_set_cu_mask)
+#define KFD_CRIU _IOWR('K', 0x22, struct kfd_criu)
+#define KFD_CRIU_RESTORE 3
+#define KFD_CREATE_PROCESS _IO('K', 0x27) /* the one without direction or size; the console has no such number */
 #define KFD_AVAILABLE_MEMORY _IOWR('K', 0x23, struct kfd_available_memory)
 
 /* Whether `request` is `known` or a longer form of it. */

@@ -30,7 +30,11 @@
 #include "os.h"
 
 #define WAIT_MS 500      /* guessed: long against a time slice on a busy machine, short against a person's patience */
+#ifndef AVG_SPINS        /* tests/explore.c has its own: it waits for a change, not for a time */
+#define AVG_SPINS 32     /* looks with a pause of instructions between them, then */
+#define AVG_YIELDS 64    /* up to so many in all with the processor given away, then naps */
 #define RECLAIM_EVERY 64 /* naps between two looks for dead contenders */
+#endif
 
 /* ------------------------------------------------------------------------------------------------------- identity */
 
@@ -112,6 +116,10 @@ static int reclaim(struct avg_account *account, const struct avg_identity *self)
         given = avg_sum(given, avg_slot_reclaim(account->ledger, account->gpu_count, i, owner, self->ns, self->pid));
     }
     return given != 0;
+}
+
+void avg_bury(struct avg_account *account, const struct avg_identity *self) {
+    if (account->ledger) reclaim(account, self);
 }
 
 /* ----------------------------------------------------------------------------------------------------------- slots */
@@ -226,11 +234,11 @@ uint64_t avg_taken(const struct avg_account *account, uint32_t gpu) {
  * was taken off the processor there. 0 when the time is up. */
 static int nap(struct avg_account *account, const struct avg_identity *self, uint32_t *naps, uint64_t *deadline) {
     uint32_t count = ++*naps;
-    if (count < 32) {
+    if (count < AVG_SPINS) {
         for (volatile int i = 0; i < 16; i++) {}
         return 1;
     }
-    if (count < 64) {
+    if (count < AVG_YIELDS) {
         AVG_SYS(sched_yield, 0, 0, 0, 0);
         return 1;
     }

@@ -30,6 +30,9 @@ struct avg_account {
  * where they need one. */
 int avg_settle(struct avg_account *account, const struct avg_identity *self);
 
+/* Clear the slots of the dead, having one or not: for who only looks. */
+void avg_bury(struct avg_account *account, const struct avg_identity *self);
+
 enum avg_verdict { AVG_ADMITTED, AVG_OVER, AVG_NO_SLOT, AVG_BUSY };
 
 /* Charge `bytes` of GPU `gpu` (its index in the policy) against `quota`. Whatever else happens, the sum of all charges of

@@ -42,8 +42,8 @@ static int charge_foreign(struct avg_process *process, const struct kfd_alloc_me
 
 /* Charge the request to the first slice with room; where none has room for all of it but the first two have together,
  * to both. */
-static int charge_slices(struct avg_process *process, const struct kfd_alloc_memory *asked, struct avg_cover *covers,
-                         int count, struct avg_charge *charge) {
+static enum avg_verdict admit(struct avg_process *process, const struct kfd_alloc_memory *asked, struct avg_cover *covers,
+                              int count, struct avg_charge *charge) {
     const struct avg_identity *self = &process->self;
     struct avg_seen *seen = avg_seen_of(process, asked->gpu_id);
     enum avg_verdict verdict = AVG_OVER;
@@ -51,10 +51,10 @@ static int charge_slices(struct avg_process *process, const struct kfd_alloc_mem
         *charge = (struct avg_charge){.bytes = {asked->bytes}, .slice = {covers[i].slice}, .gpu = {covers[i].gpu}};
         if (is_reserve(asked) && !avg_redeem(covers[i].account, covers[i].gpu, asked->bytes)) {
             if (seen) seen->reserve_taken = 1;
-            return 0;
+            return AVG_ADMITTED;
         }
         enum avg_verdict one = avg_admit(covers[i].account, self, covers[i].gpu, asked->bytes, covers[i].quota);
-        if (one == AVG_ADMITTED) return 0;
+        if (one == AVG_ADMITTED) return one;
         if (one == AVG_NO_SLOT) verdict = one;
     }
     for (int i = 0; i + 1 < count; i++) {
@@ -65,10 +65,22 @@ static int charge_slices(struct avg_process *process, const struct kfd_alloc_mem
         if (avg_admit(a->account, self, a->gpu, first, a->quota) != AVG_ADMITTED) continue;
         if (avg_admit(b->account, self, b->gpu, asked->bytes - first, b->quota) == AVG_ADMITTED) {
             *charge = (struct avg_charge){.bytes = {first, asked->bytes - first}, .slice = {a->slice, b->slice}, .gpu = {a->gpu, b->gpu}};
-            return 0;
+            return AVG_ADMITTED;
         }
         avg_withdraw(a->account, a->gpu, first, 0);
     }
+    return verdict;
+}
+
+static int charge_slices(struct avg_process *process, const struct kfd_alloc_memory *asked, struct avg_cover *covers,
+                         int count, struct avg_charge *charge) {
+    const struct avg_identity *self = &process->self;
+    enum avg_verdict verdict = admit(process, asked, covers, count, charge);
+    if (verdict != AVG_ADMITTED && process->file_charges) {
+        avg_forget_closed_files(process);
+        verdict = admit(process, asked, covers, count, charge);
+    }
+    if (verdict == AVG_ADMITTED) return 0;
     if (verdict == AVG_NO_SLOT && covers[0].account->ledger)
         avg_say(process, AVG_SAY_SLOTS, covers[0].account->policy->name, ": no free slot in the ledger (128 processes), VRAM is refused");
     uint64_t now = avg_now_ms();
@@ -78,6 +90,13 @@ static int charge_slices(struct avg_process *process, const struct kfd_alloc_mem
     process->refused_bytes = asked->bytes;
     process->refused_ms = now;
     return -1;
+}
+
+int avg_charge_request(struct avg_process *process, const struct kfd_alloc_memory *asked, struct avg_charge *charge) {
+    struct avg_cover covers[AVG_MAX_SLICES];
+    int count = avg_covers(process, asked->gpu_id, covers, AVG_MAX_SLICES);
+    if (process->limit_bad) return -1;
+    return count ? charge_slices(process, asked, covers, count, charge) : charge_foreign(process, asked, charge);
 }
 
 /* Whether host memory may serve where the GPU has none left. Never for what is small and hot or checked by the driver
@@ -101,8 +120,7 @@ int avg_alloc_memory(int fd, unsigned long request, struct kfd_alloc_memory *ask
         return next(fd, request, asked);
     }
     int count = avg_covers(process, copy.gpu_id, covers, AVG_MAX_SLICES);
-    int refused = process->limit_bad || (count ? charge_slices(process, &copy, covers, count, &charge)
-                                               : charge_foreign(process, &copy, &charge));
+    int refused = avg_charge_request(process, &copy, &charge);
     avg_process_leave(process);
     if (refused) return fail(ENOMEM);
 
@@ -147,7 +165,7 @@ int avg_free_memory(int fd, unsigned long request, struct kfd_free_memory *asked
     uint64_t handle = asked->handle;
     struct avg_process *process = avg_process_enter(0);
     if (!process) return next(fd, request, asked);
-    int found = avg_charge_take(process, handle, &charge);
+    int found = avg_charge_take(process, 0, handle, &charge);
     avg_process_leave(process);
     int result = next(fd, request, asked), error = errno;
     if (!found) return result; /* imported, host memory, or our parent's */
@@ -159,6 +177,16 @@ int avg_free_memory(int fd, unsigned long request, struct kfd_free_memory *asked
     }
     errno = error;
     return result;
+}
+
+/* Restoring a checkpoint makes buffers that no ALLOC asked for, and a second context of a process has handles that look
+ * like the first's. Neither is anything a runtime does by itself. */
+int avg_other_door(int fd, unsigned long request, void *argument, avg_request *next) {
+    struct avg_process *process = avg_process_enter(0);
+    int refused = !process || process->slice_count || process->barred;
+    if (process && refused) avg_say(process, AVG_SAY_DOOR, "memory that cannot be counted (CRIU restore, a second KFD context) is refused in a slice", "");
+    if (process) avg_process_leave(process);
+    return refused ? fail(ENOMEM) : next(fd, request, argument);
 }
 
 /* ------------------------------------------------------------------------------------------------------- reporting */
@@ -173,6 +201,23 @@ static uint64_t total_of(const struct avg_cover *covers, int count, uint64_t phy
     return oversubscribed ? total : avg_min(total, physical);
 }
 
+int avg_shown_of(struct avg_process *process, uint32_t gpu_id, struct avg_shown *shown) {
+    struct avg_cover covers[AVG_MAX_SLICES];
+    int count = avg_covers(process, gpu_id, covers, AVG_MAX_SLICES);
+    if (!count) return -1;
+    avg_forget_closed_files(process);
+    struct avg_seen *seen = avg_seen_of(process, gpu_id);
+    *shown = (struct avg_shown){total_of(covers, count, covers[0].entry->physical_bytes), 0};
+    if (seen && seen->shown_total) shown->total = seen->shown_total; /* what the runtime of this process believes */
+    for (int i = 0; i < count; i++) {
+        if (!covers[i].account->ledger) continue;
+        avg_bury(covers[i].account, &process->self);
+        shown->used = avg_sum(shown->used, avg_taken(covers[i].account, covers[i].gpu));
+    }
+    shown->used = avg_min(shown->used, shown->total);
+    return 0;
+}
+
 int avg_available_memory(int fd, unsigned long request, struct kfd_available_memory *asked, avg_request *next) {
     int result = next(fd, request, asked), error = errno;
     if (result) return result;
@@ -185,6 +230,7 @@ int avg_available_memory(int fd, unsigned long request, struct kfd_available_mem
     }
     int count = avg_covers(process, gpu_id, covers, AVG_MAX_SLICES);
     if (count) {
+        avg_forget_closed_files(process);
         uint64_t room = 0, driver = asked->available;
         int oversubscribed = 0;
         for (int i = 0; i < count; i++) {

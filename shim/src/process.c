@@ -4,6 +4,7 @@
 #include <sys/mman.h>
 
 #include "environ.h"
+#include "next.h"
 #include "os.h"
 #include "text.h"
 
@@ -127,7 +128,7 @@ static int add_mounted(struct avg_process *process) {
         long length = AVG_SYS(getdents64, root, buffer, sizeof buffer, 0);
         if (length <= 0) break;
         for (long at = 0; at < length;) {
-            struct { uint64_t inode; int64_t offset; uint16_t bytes; uint8_t type; char name[]; } *entry = (void *)(buffer + at);
+            struct avg_entry *entry = (void *)(buffer + at);
             at += entry->bytes;
             if (entry->name[0] == '.') continue;
             char *end = path + sizeof path - 1, *put = avg_put(path, end, SLICES_ROOT "/");
@@ -299,18 +300,31 @@ int avg_mask_rule_of(struct avg_process *process, uint32_t gpu_id, struct avg_ma
 
 /* ------------------------------------------------------------------------------------------------------- charges */
 
-static uint64_t place_of(uint64_t handle, uint64_t room) { return (handle * 0x9e3779b97f4a7c15ULL >> 20) & (room - 1); }
+static uint64_t place_of(uint32_t file, uint64_t handle, uint64_t room) {
+    return ((handle ^ (uint64_t)file << 40) * 0x9e3779b97f4a7c15ULL >> 20) & (room - 1);
+}
 
 static void insert(struct avg_charge *charges, uint64_t room, const struct avg_charge *charge) {
-    uint64_t at = place_of(charge->handle, room);
+    uint64_t at = place_of(charge->file, charge->handle, room);
     while (charges[at].bytes[0]) at = (at + 1) & (room - 1);
     charges[at] = *charge;
+}
+
+/* Its place in the table, or the empty one where the search ends. */
+static uint64_t find(const struct avg_process *process, uint32_t file, uint64_t handle) {
+    uint64_t room = process->charge_room, at = place_of(file, handle, room);
+    while (process->charges[at].bytes[0] && (process->charges[at].handle != handle || process->charges[at].file != file))
+        at = (at + 1) & (room - 1);
+    return at;
 }
 
 int avg_charge_put(struct avg_process *process, const struct avg_charge *charge) {
     struct avg_charge stale;
     /* The driver gives out a handle that we hold a charge for: its memory went by a door we do not watch. */
-    if (avg_charge_take(process, charge->handle, &stale)) avg_charge_undo(process, &stale, 1);
+    if (avg_charge_take(process, charge->file, charge->handle, &stale)) {
+        avg_charge_undo(process, &stale, 1);
+        if (stale.file) avg_file_count(process, stale.file, -1);
+    }
     if (process->charge_count * 2 >= process->charge_room) {
         uint64_t room = process->charge_room ? process->charge_room * 2 : 4096;
         struct avg_charge *larger = avg_map(room * sizeof *larger, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1);
@@ -326,16 +340,18 @@ int avg_charge_put(struct avg_process *process, const struct avg_charge *charge)
     return 0;
 }
 
-int avg_charge_take(struct avg_process *process, uint64_t handle, struct avg_charge *charge) {
+int avg_charge_has(struct avg_process *process, uint32_t file, uint64_t handle) {
+    return process->charge_room && process->charges[find(process, file, handle)].bytes[0] != 0;
+}
+
+int avg_charge_take(struct avg_process *process, uint32_t file, uint64_t handle, struct avg_charge *charge) {
     uint64_t room = process->charge_room;
-    if (!room) return 0;
-    uint64_t at = place_of(handle, room);
-    while (process->charges[at].bytes[0] && process->charges[at].handle != handle) at = (at + 1) & (room - 1);
-    if (!process->charges[at].bytes[0]) return 0;
+    if (!avg_charge_has(process, file, handle)) return 0;
+    uint64_t at = find(process, file, handle);
     *charge = process->charges[at];
     /* Close the gap: an entry further on moves here unless its own place lies behind the gap. */
     for (uint64_t next = (at + 1) & (room - 1); process->charges[next].bytes[0]; next = (next + 1) & (room - 1)) {
-        uint64_t place = place_of(process->charges[next].handle, room);
+        uint64_t place = place_of(process->charges[next].file, process->charges[next].handle, room);
         if (((next - place) & (room - 1)) < ((next - at) & (room - 1))) continue;
         process->charges[at] = process->charges[next];
         at = next;
@@ -351,4 +367,26 @@ void avg_charge_undo(struct avg_process *process, const struct avg_charge *charg
         if (charge->slice[i] == AVG_MAX_SLICES) process->foreign[charge->gpu[i]].held -= charge->bytes[i];
         else avg_withdraw(&process->slice[charge->slice[i]], charge->gpu[i], charge->bytes[i], freed);
     }
+}
+
+void avg_charge_drop_file(struct avg_process *process, uint32_t file) {
+    struct avg_charge charge;
+    for (uint64_t at = 0; at < process->charge_room;) { /* what is moved into a gap stands at the same place again */
+        if (!process->charges[at].bytes[0] || process->charges[at].file != file) at++;
+        else if (avg_charge_take(process, file, process->charges[at].handle, &charge)) {
+            avg_charge_undo(process, &charge, 1);
+            avg_file_count(process, file, -1);
+        }
+    }
+}
+
+int avg_process_has_files(void) { return __atomic_load_n(&kept.process.file_charges, __ATOMIC_RELAXED) != 0; }
+
+int avg_open_as_program(const char *path, int flags) {
+    static int (*next_open)(const char *, int, ...);
+    int error = errno;
+    if (!next_open) next_open = (int (*)(const char *, int, ...))avg_next("open");
+    int fd = next_open ? next_open(path, flags | O_CLOEXEC) : (int)AVG_SYS(openat, AT_FDCWD, path, flags | O_CLOEXEC, 0);
+    errno = error;
+    return fd < 0 ? -1 : fd;
 }

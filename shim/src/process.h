@@ -14,6 +14,9 @@
 #define AVG_MAX_QUEUES 1024   /* the driver's own limit per process */
 #define AVG_SEEN_GPUS 64      /* GPUs of which something is remembered */
 #define AVG_FOREIGN_GPUS 64   /* GPUs outside every policy on which a runtime's start is let through */
+#define AVG_FILES 64          /* openings of render nodes that hold VRAM at one time; in the next one it is refused */
+#define AVG_NODES 64          /* DRM nodes remembered, by minor; a collision is looked up again */
+#define AVG_FOREIGN_MINOR 0xd0000000u /* with a minor: stands for the gpu_id of a GPU known by its DRM node only */
 
 /* What the runtime's own start takes on every GPU it can open, whether or not the program means to use it: a block for
  * its own small needs. Measured with HIP 5.2.3 over the simulated KFD: one block of 2 MiB a GPU; four times that
@@ -22,6 +25,7 @@
 
 struct avg_charge { /* one handle; at most two slices share an allocation */
     uint64_t handle;
+    uint32_t file;              /* 0: a handle of /dev/kfd; else of a render node: its place in `file`, from 1 */
     uint64_t bytes[2];          /* [0] 0: the entry is empty */
     uint8_t slice[2], gpu[2];   /* slice AVG_MAX_SLICES: a foreign GPU, gpu its index there */
 };
@@ -49,6 +53,9 @@ struct avg_process {
     struct avg_queue *queues;   /* by queue id */
     struct { uint32_t gpu_id; uint64_t held; } foreign[AVG_FOREIGN_GPUS];
     struct avg_seen { uint32_t gpu_id; int reserve_taken; uint64_t shown_total; uint32_t node_cus; } seen[AVG_SEEN_GPUS];
+    struct avg_file { uint64_t opening; int minor; uint32_t charges; } file[AVG_FILES]; /* no charges: free */
+    uint32_t file_charges;      /* their sum: read without the lock by who only wants to know whether there are any */
+    struct avg_node { int minor; uint32_t gpu_id; } node[AVG_NODES];                   /* minor + 1 */
     uint64_t refused_bytes;     /* the last refusal: the runtime trims and asks for the same again, which counts once */
     uint64_t refused_ms;
     uint32_t refused_gpu_id;
@@ -86,15 +93,34 @@ int avg_mask_rule_of(struct avg_process *process, uint32_t gpu_id, struct avg_ma
  * of what is shown, not of what is held). */
 struct avg_seen *avg_seen_of(struct avg_process *process, uint32_t gpu_id);
 
-/* The table of charges, by handle. */
+/* The table of charges, by file and handle. */
 int avg_charge_put(struct avg_process *process, const struct avg_charge *charge); /* not 0: no room */
-int avg_charge_take(struct avg_process *process, uint64_t handle, struct avg_charge *charge); /* 1: found and removed */
+int avg_charge_take(struct avg_process *process, uint32_t file, uint64_t handle, struct avg_charge *charge); /* 1: removed */
+int avg_charge_has(struct avg_process *process, uint32_t file, uint64_t handle);
 void avg_charge_undo(struct avg_process *process, const struct avg_charge *charge, int freed);
+void avg_charge_drop_file(struct avg_process *process, uint32_t file); /* undo all of one file's, as freed */
+
+/* One charge more (1) or less (-1) in a file. */
+static inline void avg_file_count(struct avg_process *process, uint32_t file, int by) {
+    process->file[file - 1].charges += (uint32_t)by;
+    __atomic_store_n(&process->file_charges, process->file_charges + (uint32_t)by, __ATOMIC_RELAXED);
+}
+
+/* Whether any render node holds charges; without the lock. */
+int avg_process_has_files(void);
+
+/* Give back what lay in render nodes that are closed (drm.c). */
+void avg_forget_closed_files(struct avg_process *process);
+
+/* open(2) as the program would have it, an emulator's paths included; -1 where that fails. Leaves errno alone. */
+int avg_open_as_program(const char *path, int flags);
+
+struct avg_entry { uint64_t inode; int64_t offset; uint16_t bytes; uint8_t type; char name[]; }; /* of getdents64 */
 
 /* One line on standard error, once per process and kind. */
 enum avg_message {
     AVG_SAY_POLICY, AVG_SAY_LEDGER, AVG_SAY_LIMIT, AVG_SAY_SLOTS, AVG_SAY_FOREIGN, AVG_SAY_MASK_REFUSED, AVG_SAY_MASK_STALE,
-    AVG_SAY_TABLE,
+    AVG_SAY_TABLE, AVG_SAY_USER_QUEUE, AVG_SAY_DOOR,
 };
 void avg_say(struct avg_process *process, enum avg_message kind, const char *first, const char *second);
 

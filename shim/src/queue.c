@@ -9,7 +9,6 @@
 #include <sys/mman.h>
 #include <sys/uio.h>
 
-#include "next.h"
 #include "os.h"
 
 static struct avg_queue *queue_of(struct avg_process *process, uint32_t queue_id, int make) {
@@ -47,12 +46,10 @@ static int send_mask(int fd, uint32_t queue_id, const struct avg_mask_rule *rule
 /* CUs of KFD node `node`, or 0 where that cannot be read. By the program's own `open`, so that a simulated topology is
  * seen as the runtime sees it. */
 static uint32_t cus_of_node(uint32_t node) {
-    static int (*next_open)(const char *, int, ...);
     char path[128], text[4096], *end = path + sizeof path - 1;
     char *at = avg_put(path, end, "/sys/devices/virtual/kfd/kfd/topology/nodes/");
     avg_put(avg_put_number(at, end, node), end, "/properties");
-    if (!next_open) next_open = (int (*)(const char *, int, ...))avg_next("open");
-    int fd = next_open ? next_open(path, O_RDONLY | O_CLOEXEC) : (int)AVG_SYS(openat, AT_FDCWD, path, O_RDONLY | O_CLOEXEC, 0);
+    int fd = avg_open_as_program(path, O_RDONLY);
     if (fd < 0) return 0;
     long length = AVG_SYS(read, fd, text, sizeof text - 1, 0);
     avg_close(fd);

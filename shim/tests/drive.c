@@ -4,9 +4,12 @@
  *   queue:GPU[:TYPE[:PRIORITY]]  mask:QUEUE:BITS:HEX (low word last)  badmask:QUEUE  update:QUEUE:PRIORITY
  *   destroy:QUEUE  bank:NODE  env:NAME  console (a 'K' request of the terminal)
  *   fork (the child plays the rest, the parent waits)  thread (a thread plays the rest)  exec (a new image plays it)
+ *   node:FD:PATH (opens it as FD)  dup:FD:NEW  close:FD  gem:FD:BYTES[:DOMAINS]  gemclose:FD:HANDLE  info:FD:QUERY (its words)
+ *   userqueue:FD:IP  criu:OP  context  cat:PATH (by fopen)  put:PATH:TEXT
  *   setuid:ID  stop (prints "ready", waits for a line)  kill (SIGKILL to itself)
  */
 #include <errno.h>
+#include <fcntl.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdio.h>
@@ -16,7 +19,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "../src/kfd.h"
+#include "../src/drm.h"
 
 #define FD 1000 /* no open file: a request that reached the kernel would answer EBADF */
 static uint64_t handles[4096];
@@ -97,6 +100,43 @@ static void play(char **words) {
             if (file) fclose(file);
             memmove(more + 1, more, strlen(more) + 1), more[0] = ' ';
             say(word, result, more);
+        } else if (!strcmp(field[0], "cat")) {
+            FILE *file = fopen(field[1], "r");
+            if (file && fgets(more + 1, 200, file)) *more = ' ', more[strcspn(more, "\n")] = 0;
+            say(word, !file, more);
+            if (file) fclose(file);
+        } else if (!strcmp(field[0], "put")) {
+            FILE *file = fopen(field[1], "w");
+            say(word, !file || fprintf(file, "%s:\t%s\n", field[2], field[3]) < 0 || fclose(file), more);
+        } else if (!strcmp(field[0], "node")) {
+            int fd = open(field[2], O_PATH);
+            say(word, fd < 0 || dup2(fd, (int)n[1]) < 0 || close(fd), more);
+        } else if (!strcmp(field[0], "dup")) {
+            say(word, dup2((int)n[1], (int)n[2]) < 0, more);
+        } else if (!strcmp(field[0], "close")) {
+            say(word, close((int)n[1]), more);
+        } else if (!strcmp(field[0], "gem")) {
+            struct drm_gem_create a = {.bytes = n[2], .domains = fields > 3 ? n[3] : DRM_DOMAIN_VRAM};
+            int result = ioctl((int)n[1], DRM_GEM_CREATE, &a);
+            sprintf(more, " %u", *(uint32_t *)&a);
+            say(word, result, more);
+        } else if (!strcmp(field[0], "gemclose")) {
+            struct drm_gem_close a = {n[2], 0};
+            say(word, ioctl((int)n[1], DRM_GEM_CLOSE, &a), more);
+        } else if (!strcmp(field[0], "info")) {
+            uint64_t words[12] = {0};
+            struct drm_info a = {.pointer = (uintptr_t)words, .bytes = sizeof words, .query = n[2]};
+            int result = ioctl((int)n[1], DRM_INFO, &a);
+            for (int i = 0; i < 12 && (i < 1 || words[i]); i++) sprintf(more + strlen(more), " %llu", (unsigned long long)words[i]);
+            say(word, result, more);
+        } else if (!strcmp(field[0], "userqueue")) {
+            uint32_t a[32] = {1, 0, n[2]};
+            say(word, ioctl((int)n[1], _IOC(_IOC_READ | _IOC_WRITE, 'd', 0x56, sizeof a), a), more);
+        } else if (!strcmp(field[0], "criu")) {
+            struct kfd_criu a = {.op = n[1]};
+            say(word, ioctl(FD, KFD_CRIU, &a), more);
+        } else if (!strcmp(field[0], "context")) {
+            say(word, ioctl(FD, KFD_CREATE_PROCESS, 0), more);
         } else if (!strcmp(field[0], "env")) {
             printf("%s -> %s\n", word, getenv(field[1]) ? getenv(field[1]) : "none");
         } else if (!strcmp(field[0], "fork")) {

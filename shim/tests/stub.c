@@ -6,6 +6,7 @@
  *   STUB_AVAILABLE=<bytes>   what AVAILABLE_MEMORY says (default 64 GiB)
  *   STUB_HELD=<file>         shared truth: 64-bit words, [0] quota, [1] most bytes ever out at one time, [2] over-commits,
  *                            [3] bytes out. Counts each ALLOC and FREE exactly, with its own arithmetic.
+ *   Render nodes: GEM_CREATE counts handles from 1 in each descriptor; INFO says 16 GiB, 12 GiB used, 256 MiB visible.
  *   STUB_ROOT=<dir>          /sys/... is opened below it
  */
 #include <dlfcn.h>
@@ -20,7 +21,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include "../src/kfd.h"
+#include "../src/drm.h"
 
 static int log_fd = -1, started, quick, vram_full;
 static _Atomic uint64_t *held, *sizes;
@@ -131,13 +132,41 @@ static int kfd(unsigned long request, void *argument) {
     return answer("OTHER", "number=%lu", (unsigned long)_IOC_NR(request));
 }
 
+static int drm(int fd, unsigned long request, void *argument) {
+    static uint32_t handles_of[1024];
+    uint64_t whole = 16ULL << 30, used = 12ULL << 30, seen = 256ULL << 20;
+    switch (_IOC_NR(request)) {
+    case _IOC_NR(DRM_GEM_CREATE): {
+        struct drm_gem_create *asked = argument;
+        if (answer("GEM_CREATE", "fd=%d bytes=%llu domains=%llx", fd, (unsigned long long)asked->bytes, (unsigned long long)asked->domains)) return -1;
+        *(uint32_t *)asked = ++handles_of[fd % 1024];
+        return 0;
+    }
+    case _IOC_NR(DRM_GEM_CLOSE):
+        return answer("GEM_CLOSE", "fd=%d handle=%u", fd, ((struct drm_gem_close *)argument)->handle);
+    case _IOC_NR(DRM_INFO): {
+        struct drm_info *asked = argument;
+        uint64_t *words = (uint64_t *)(uintptr_t)asked->pointer;
+        uint64_t memory[12] = {whole, whole, used, whole / 4 * 3, seen, seen, seen / 2, seen, whole, whole, 0, whole};
+        if (asked->query == 0x10) words[0] = used;
+        else if (asked->query == 0x17) words[0] = seen / 2;
+        else if (asked->query == 0x14) words[0] = whole, words[1] = seen, words[2] = whole;
+        else if (asked->query == 0x19) memcpy(words, memory, sizeof memory);
+        else words[0] = 7;
+        return 0;
+    }
+    }
+    return answer("OTHER_DRM", "number=%lu", (unsigned long)_IOC_NR(request));
+}
+
 int ioctl(int fd, unsigned long request, ...) {
     va_list list;
     va_start(list, request);
     void *argument = va_arg(list, void *);
     va_end(list);
     if (!started) start();
-    if (_IOC_TYPE(request) == 'K' && _IOC_DIR(request)) return kfd(request, argument);
+    if (_IOC_TYPE(request) == 'K' && (_IOC_DIR(request) || request == KFD_CREATE_PROCESS)) return kfd(request, argument);
+    if (_IOC_TYPE(request) == 'd') return drm(fd, request, argument);
     return syscall(SYS_ioctl, fd, request, argument);
 }
 

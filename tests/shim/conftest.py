@@ -44,6 +44,8 @@ class Built:
     """The compiled parts. ``cc`` compiles more."""
 
     gate: Path
+    gate_fdinfo: Path
+    """The same, but for where it reads the kernel's numbers of openings: from ``fdinfo`` beside it."""
     stub: Path
     drive: Path
     contend: Path
@@ -85,6 +87,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
 
     made = Built(
         gate=where / "libamdvgpu.so",
+        gate_fdinfo=where / "fdinfo-gate.so",
         stub=where / "libstubkfd.so",
         drive=where / "drive",
         contend=where / "contend",
@@ -93,6 +96,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     )
     tests = SHIM / "tests"
     cc([*gate_flags(), "-shared", "-fPIC", *gate_sources(), "-o", str(made.gate)])
+    elsewhere = f'-DAVG_FDINFO="{where}/fdinfo/"'
+    cc([elsewhere, *gate_flags(), "-shared", "-fPIC", *gate_sources(), "-o", str(made.gate_fdinfo)])
     cc(["-O1", "-shared", "-fPIC", str(tests / "stub.c"), "-o", str(made.stub), "-ldl"])
     cc(["-O1", "-pthread", str(tests / "drive.c"), "-o", str(made.drive)])
     cc(["-O1", "-pthread", str(tests / "contend.c"), "-o", str(made.contend)])

@@ -60,6 +60,7 @@ def test_nothing_has_moved_since_version_1() -> None:
         "avg_policy_gpu.xcc_count": 28,
         "avg_policy_gpu.flags": 30,
         "avg_policy_gpu.priority": 32,
+        "avg_policy_gpu.render_minor": 36,
         "avg_policy_gpu.cu_mask": 48,
         "avg_slot.owner": 0,
         "avg_slot.start_ticks": 8,

@@ -67,7 +67,7 @@ struct avg_policy_gpu {
     uint16_t xcc_count;         /* mask bits are dealt out over XCCs: bit b lands on XCC b mod xcc_count */
     uint16_t flags;             /* AVG_GPU_* */
     uint32_t priority;          /* ceiling of queue priorities, 0 to 15 */
-    uint32_t reserved0;
+    uint32_t render_minor;      /* of its render node, 128 and up; 0: not told, and so requests on render nodes pass */
     uint64_t reserved1;
     uint64_t cu_mask[AVG_MASK_WORDS]; /* bit b of the mask is bit b%64 of word b/64; zero beyond cu_count */
     uint64_t reserved2[8];
@@ -173,6 +173,7 @@ AVG_AT(avg_policy_gpu, cu_count, 24);
 AVG_AT(avg_policy_gpu, xcc_count, 28);
 AVG_AT(avg_policy_gpu, flags, 30);
 AVG_AT(avg_policy_gpu, priority, 32);
+AVG_AT(avg_policy_gpu, render_minor, 36);
 AVG_AT(avg_policy_gpu, cu_mask, 48);
 AVG_SIZE(avg_policy_gpu, 240);
 AVG_AT(avg_policy, magic, 0);
