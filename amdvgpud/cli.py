@@ -328,6 +328,9 @@ async def _serve(settings: Settings, read_again: Callable[[], Settings]) -> None
         loop.add_signal_handler(signal.SIGHUP, reload)
         await daemon.run()
     finally:
+        # The loop gives signals their default back when it closes, and the interpreter takes a while to end after that:
+        # a second signal must not make a failure of an end as asked.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
         os.close(lock)
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,6 +30,34 @@ def settings(tmp_path: Path) -> Settings:
         },
         tmp_path / "amdvgpud.toml",
     )
+
+
+@pytest.fixture
+def daemon(settings: Settings) -> Iterator[subprocess.Popen[str]]:
+    """As a program, when it serves."""
+    places = [f"--run-dir={settings.run_dir}", f"--state-dir={settings.state_dir}", f"--cdi-dir={settings.cdi_dir}"]
+    main = "from amdvgpud.cli import main; main()"
+    arguments = ["--simulate=rx9070xt", "--rest-tcp=", *places]
+    process = subprocess.Popen([sys.executable, "-c", main, *arguments], stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        said: list[str] = []
+        while "The API listens on" not in "".join(said[-1:]):
+            said.append(process.stderr.readline())
+            assert said[-1], "".join(said)
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+        subprocess.run(["umount", settings.run_dir / "slices"], check=False, capture_output=True)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_signals_that_come_while_it_ends_are_harmless(daemon: subprocess.Popen[str], number: signal.Signals) -> None:
+    daemon.terminate()
+    while daemon.poll() is None:
+        daemon.send_signal(number)
+    assert daemon.returncode == 0
 
 
 @pytest.mark.parametrize("failure", [HostFailure("no luck"), OSError("no sysfs")])
