@@ -111,6 +111,7 @@ def _place_files(into: Path, site: Path) -> None:
         if path.suffix in (".service", ".socket", ".mount"):
             _copy(path, units / path.name)
     _copy(source / "sysusers.conf", into / "usr/lib/sysusers.d/amdvgpud.conf")
+    _copy(source / "preset", into / "usr/lib/systemd/system-preset/90-amdvgpud.preset")
     _copy(source / "tmpfiles.conf", into / "usr/lib/tmpfiles.d/amdvgpud.conf")
     _copy(source / "udev.rules", into / "usr/lib/udev/rules.d/70-amdvgpud.rules")
     for folder in ("drop-ins", "unprivileged"):
@@ -124,7 +125,7 @@ def _place_files(into: Path, site: Path) -> None:
         _copy(page, into / f"usr/share/man/man{page.suffix[1:]}" / page.name)
     # By the click that is shipped: its scripts and the program's answers must fit.
     build = [sys.executable, str(REPOSITORY / "packaging/completions/build.py"), str(into / "usr/share")]
-    subprocess.run(build, check=True, env={**os.environ, "PYTHONPATH": str(site)})
+    subprocess.run(build, check=True, env={**os.environ, "PYTHONPATH": str(site), "PYTHONDONTWRITEBYTECODE": "1"})
 
 
 def _copy(source: Path, target: Path) -> None:

@@ -59,7 +59,7 @@ def test_pip_makes_working_programs_of_the_sdist(installed: Path, tmp_path: Path
     environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
 
     def output(program: str, *argv: str) -> str:
-        command = [installed / "bin" / program, *argv]
+        command = [str(installed / "bin" / program), *argv]
         return subprocess.run(
             command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True, check=True
         ).stdout
