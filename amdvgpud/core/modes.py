@@ -233,8 +233,8 @@ class Proposal:
     """One mode for each GPU, and how the wanted slices would lie in them.
 
     ``alone + sharing + unplaced == all that are wanted``. **Alone** is hard: the slice is the only one in its
-    partition, so the driver itself keeps others off its XCCs and its part of the VRAM. **Sharing** is soft: the gate
-    and CU masks stand between neighbours.
+    partition, so the driver itself keeps others off its XCCs and its part of the VRAM. **Sharing** is soft: there are
+    others in its partition, or room for them, and the gate and CU masks stand between neighbours.
     """
 
     modes: tuple[tuple[GpuId, str | None], ...]
@@ -255,36 +255,41 @@ class _Bin:
     """A partition while slices are tried in it."""
 
     gpu: GpuId
-    cu_count: int
-    row_cus: int
-    row_count: int
-    sliceable: bool
-    vram_bytes: int
+    shape: _Shape
     asked: list[int]
-    vram_left: int
+    """CUs, one each."""
+    granted_cus: int
     rows_left: int
-
-    def rows_for(self, cus: int) -> int:
-        return max(1, (2 * cus + self.row_cus) // (2 * self.row_cus))
+    vram_left: int
 
     def takes_alone(self, cus: int, vram_bytes: int) -> bool:
-        return not self.asked and vram_bytes <= self.vram_bytes and (cus <= self.cu_count or self._fits(cus))
+        whole = cus <= self.shape.cu_count or self._rows(cus)[0] <= self.rows_left
+        return not self.asked and vram_bytes <= self.shape.vram_bytes and whole
 
     def takes_one_more(self, cus: int, vram_bytes: int) -> bool:
-        return bool(self.asked) and self.sliceable and vram_bytes <= self.vram_left and self._fits(cus)
+        fits = self._rows(cus)[0] <= self.rows_left and vram_bytes <= self.vram_left
+        return bool(self.asked) and self.shape.sliceable and fits
 
-    def _fits(self, cus: int) -> bool:
-        return self.rows_for(cus) <= self.rows_left
+    @property
+    def is_full(self) -> bool:
+        return not self.rows_left or not self.shape.sliceable
+
+    def _rows(self, cus: int) -> tuple[int, int]:
+        """The least and the usual number of rows for so many CUs, as the planner rounds."""
+        exact = cus / self.shape.row_cus
+        return max(1, int(exact)), max(1, int(exact + 0.5))
 
     def put(self, cus: int, vram_bytes: int) -> None:
+        rows = min(self._rows(cus)[1], self.rows_left)
         self.asked.append(cus)
+        self.granted_cus += rows * self.shape.row_cus
+        self.rows_left -= rows
         self.vram_left -= vram_bytes
-        self.rows_left -= self.rows_for(cus)
 
 
 def suggest(inventory: Inventory, wants: Sequence[Want], busy: frozenset[GpuId] = frozenset()) -> tuple[Proposal, ...]:
-    """Modes for the GPUs that are not ``busy``, hardest isolation first; none of them is worse than another in both
-    isolation and waste. Only those that place the most. Empty without an idle GPU, and without a wish.
+    """Modes for the GPUs that are not ``busy``, hardest isolation first; each further one isolates less and wastes
+    clearly less. Only those that place the most. Empty without an idle GPU, and without a wish.
 
     Figures follow from row sizes and capacities as the planner has them, on layouts cut from the present ones; what a
     real switch gives is read from the machine after it. GPUs that are alike are not told apart, and where there are
@@ -297,7 +302,7 @@ def suggest(inventory: Inventory, wants: Sequence[Want], busy: frozenset[GpuId] 
     wanted = sorted(
         ((_cus_of(want, biggest), want.vram_bytes) for want in wants for _ in range(want.count)), reverse=True
     )
-    shapes = {(gpu.id, mode): _bins(gpu, mode) for gpu in gpus for mode in _modes_of(gpu)}
+    shapes = {(gpu.id, mode): _shapes(gpu, mode) for gpu in gpus for mode in _modes_of(gpu)}
     found = [_try(gpus, modes, shapes, wanted, packed) for modes in _assignments(gpus) for packed in (False, True)]
     fewest = min(p.unplaced for p in found)
     total_cus, total_vram = sum(g.cu_count for g in gpus), sum(g.vram_bytes for g in gpus)
@@ -309,7 +314,7 @@ def suggest(inventory: Inventory, wants: Sequence[Want], busy: frozenset[GpuId] 
     for p in sorted(
         (p for p in found if p.unplaced == fewest), key=lambda p: (p.sharing, waste(p), -p.untouched, p.switches)
     ):
-        if not front or waste(p) < waste(front[-1]):
+        if not front or waste(p) < _WORTH_WHILE * waste(front[-1]):
             front.append(p)
     return tuple(front[:5])
 
@@ -327,6 +332,8 @@ def _modes_of(gpu: Gpu) -> list[str | None]:
 
 
 _MANY: Final = 2000
+_WORTH_WHILE: Final = 0.8
+"""Less isolation is proposed only where it saves a fifth of the waste; guessed, to keep the list short."""
 
 
 def _assignments(gpus: Sequence[Gpu]) -> Iterable[tuple[str | None, ...]]:
@@ -358,12 +365,23 @@ def _assignments(gpus: Sequence[Gpu]) -> Iterable[tuple[str | None, ...]]:
         yield tuple(assigned[i] for i in range(len(gpus)))
 
 
-def _bins(gpu: Gpu, mode: str | None) -> list[tuple[int, int, int, bool, int]]:
-    """(CUs, CUs a row, rows, whether it can be sliced, VRAM) of each partition that ``gpu`` has in ``mode``."""
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What counts of a partition when slices are tried in it."""
+
+    cu_count: int
+    row_cus: int
+    row_count: int
+    sliceable: bool
+    vram_bytes: int
+
+
+def _shapes(gpu: Gpu, mode: str | None) -> list[_Shape]:
+    """Of each partition that ``gpu`` has in ``mode``."""
     found = []
     for layout, vram_bytes in _cut(gpu, mode):
         rows = cumask.rows(layout)
-        found.append((layout.cu_count, rows.row_cus, len(rows.rows), rows.sliceable, vram_bytes))
+        found.append(_Shape(layout.cu_count, rows.row_cus, len(rows.rows), rows.sliceable, vram_bytes))
     return found
 
 
@@ -389,15 +407,18 @@ def _cut(gpu: Gpu, mode: str | None) -> list[tuple[CuLayout, int]]:
 def _try(
     gpus: Sequence[Gpu],
     modes: tuple[str | None, ...],
-    shapes: Mapping[tuple[GpuId, str | None], list[tuple[int, int, int, bool, int]]],
+    shapes: Mapping[tuple[GpuId, str | None], list[_Shape]],
     wanted: Sequence[tuple[int, int]],
     packed: bool,
 ) -> Proposal:
-    """Largest first, each into the smallest partition that takes it; an empty one first, or (``packed``) last."""
+    """Largest first, each into the smallest partition that takes it; an empty one first, or (``packed``) last.
+
+    Packed, what is left of a partition is for others, so its one slice has it alone only if nothing is left.
+    """
     bins = [
-        _Bin(gpu.id, cus, row_cus, rows, sliceable, vram, [], vram, rows)
+        _Bin(gpu.id, shape, [], 0, shape.row_count, shape.vram_bytes)
         for gpu, mode in zip(gpus, modes, strict=True)
-        for cus, row_cus, rows, sliceable, vram in shapes[gpu.id, mode]
+        for shape in shapes[gpu.id, mode]
     ]
     unplaced = 0
     used: set[GpuId] = set()
@@ -408,18 +429,18 @@ def _try(
         if not candidates:
             unplaced += 1
             continue
-        best = min(candidates, key=lambda b: (b.cu_count, b.gpu not in used, b.rows_left, b.vram_left))
+        best = min(candidates, key=lambda b: (b.shape.cu_count, b.gpu not in used, b.rows_left, b.vram_left))
         best.put(cus, vram_bytes)
         used.add(best.gpu)
-    alone = [b for b in bins if len(b.asked) == 1]
-    several = [b for b in bins if len(b.asked) > 1]
+    alone = [b for b in bins if len(b.asked) == 1 and (b.is_full or not packed)]
+    others = [b for b in bins if b.asked and b not in alone]
     return Proposal(
         modes=tuple((gpu.id, mode) for gpu, mode in zip(gpus, modes, strict=True)),
         alone=len(alone),
-        sharing=sum(len(b.asked) for b in several),
+        sharing=sum(len(b.asked) for b in others),
         unplaced=unplaced,
-        cus_wasted=sum(max(0, b.cu_count - b.asked[0]) for b in alone)
-        + sum(max(0, b.rows_for(cus) * b.row_cus - cus) for b in several for cus in b.asked),
+        cus_wasted=sum(max(0, b.shape.cu_count - b.asked[0]) for b in alone)
+        + sum(max(0, b.granted_cus - sum(b.asked)) for b in others),
         vram_wasted_bytes=sum(b.vram_left for b in alone),
         switches=sum(mode != gpu.compute_partition for gpu, mode in zip(gpus, modes, strict=True)),
         untouched=len(gpus) - len(used),
