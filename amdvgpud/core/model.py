@@ -275,6 +275,15 @@ class Compute:
             raise Invalid.field("/compute", f"{self.cu_count} CUs is out of range: 1 to 1024")
 
 
+class Priority(StrEnum):
+    """The most that a slice's compute queues may ask for, among the tenants of a GPU. A ceiling, not a reservation."""
+
+    LOW = "low"
+    NORMAL = "normal"
+    """What runtimes ask for unless a program wants more. Alone on its Partition (WHOLE) a slice has no ceiling then."""
+    HIGH = "high"
+
+
 class Spread(StrEnum):
     BINPACK = "binpack"
     """The fullest partition that still fits: leaves whole GPUs free."""
@@ -296,6 +305,9 @@ class Request:
     gpu_count: int = 1
     on: tuple[str, ...] = ()
     spread: Spread = Spread.BINPACK
+    priority: Priority = Priority.NORMAL
+    oversubscribe: bool = False
+    """Where the driver has no VRAM left, host memory serves within the same quota: slower, but no refusal."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.gpu_count <= MAX_GPUS_PER_SLICE:

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from amdvgpud.core.compute import parse_compute
-from amdvgpud.core.model import Request, Spread, slice_name
+from amdvgpud.core.model import Priority, Request, Spread, slice_name
 from amdvgpud.core.sizes import parse_size
 
 # The bounds below are for the OpenAPI document only: parse_size and parse_compute check, with better sentences.
@@ -23,6 +23,7 @@ Size = Annotated[
     Meta(description="bytes, or a text such as '16GiB' (K M G T, KiB MiB GiB TiB)"),
 ]
 Policy = Literal["balanced", "fine", "exact", "whole", "shared"]
+PriorityName = Literal["low", "normal", "high"]
 
 
 # ---------------------------------------------------------------------------------------------------- requests
@@ -45,6 +46,12 @@ class SliceSpec(Struct, forbid_unknown_fields=True, kw_only=True):
         list[str], Meta(max_length=64, description="GPUs or partitions, in any form that `gpu list` shows")
     ] = msgspec.field(default_factory=list)
     spread: Literal["binpack", "spread"] = "binpack"
+    priority: Annotated[
+        PriorityName, Meta(description="the most that its queues may ask for beside other slices of the GPU")
+    ] = "normal"
+    oversubscribe: Annotated[
+        bool, Meta(description="host memory serves, within the quota, where the GPU has no VRAM left")
+    ] = False
 
 
 class SliceResize(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -106,6 +113,8 @@ def request_of(name: str, spec: SliceSpec, pointer: str = "name") -> Request:
         gpu_count=spec.gpus,
         on=tuple(spec.on),
         spread=Spread(spec.spread),
+        priority=Priority(spec.priority),
+        oversubscribe=spec.oversubscribe,
     )
 
 
@@ -263,6 +272,8 @@ class SliceView(Struct, kw_only=True):
     processes: int
     created_s: float
     revision: int
+    priority: PriorityName = "normal"
+    oversubscribe: bool = False
 
 
 class SliceList(Struct, kw_only=True):

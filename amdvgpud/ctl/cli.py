@@ -281,20 +281,30 @@ def _placement(command: _F) -> _F:
             ),
             click.option("--spread", "spread", flag_value="spread", help="Prefer the emptiest GPU that fits."),
             click.option("--binpack", "spread", flag_value="binpack", help="Prefer the fullest; this is the default."),
+            click.option(
+                "--priority",
+                type=click.Choice(["low", "normal", "high"]),
+                help="The most that its queues may ask for beside other slices. Without it: normal.",
+            ),
+            click.option(
+                "--oversubscribe",
+                is_flag=True,
+                default=None,
+                help="Where the GPU has no VRAM left, let host memory serve, within the quota.",
+            ),
         )
     ):
         command = option(command)
     return command
 
 
-def _spec(
-    vram: str | None, compute: str | None, policy: str | None, on: tuple[str, ...], gpus: int | None, spread: str | None
-) -> wire.SliceSpec:
+def _spec(on: tuple[str, ...], gpus: int | None, **asked: str | bool | None) -> wire.SliceSpec:
+    """What the options of :func:`_placement` say; its names are the API's but for ``--gpu``."""
     import msgspec
 
     from amdvgpud.core import wire
 
-    given = {"vram": vram, "compute": compute, "policy": policy, "spread": spread, "gpus": gpus or len(on) or 1}
+    given = {**asked, "gpus": gpus or len(on) or 1}
     return msgspec.convert({"on": list(on)} | {k: v for k, v in given.items() if v is not None}, wire.SliceSpec)
 
 

@@ -231,6 +231,8 @@ def slice(item: wire.SliceView, usage: wire.UsageView | None = None, processes: 
             ("enforced by", item.enforced_by),
             ("CDI device", _maybe(item.cdi_device)),
             ("compute", f"{item.compute} ({item.policy})"),
+            ("priority", item.priority),
+            ("out of VRAM", "host memory serves" if item.oversubscribe else "refused"),
             ("lease", _maybe(item.lease)),
             ("processes", str(item.processes)),
             ("created", utc_time(item.created_s)),

@@ -29,11 +29,14 @@ from typing import Any, Final
 from amdvgpud._abi import ffi, lib
 from amdvgpud.core.errors import HostFailure, NotFound
 from amdvgpud.core.model import (
+    ComputePolicy,
     CuSet,
     GpuUsage,
     Inventory,
     Partition,
+    Priority,
     ProcessUsage,
+    Request,
     Share,
     Slice,
     SliceName,
@@ -104,12 +107,28 @@ def _policy_words(item: Slice, placed: Sequence[tuple[Share, Partition]], enviro
         entry.physical_bytes = partition.vram_bytes
         entry.cu_count = partition.cu_count
         entry.xcc_count = partition.layout.xcc_count
-        entry.flags = (lib.AVG_GPU_MASKED if share.cus else 0) | (lib.AVG_GPU_WGP if partition.layout.wgp else 0)
-        entry.priority = lib.AVG_PRIORITY_NONE
+        entry.flags = (
+            (lib.AVG_GPU_MASKED if share.cus else 0)
+            | (lib.AVG_GPU_WGP if partition.layout.wgp else 0)
+            | (lib.AVG_GPU_OVERSUBSCRIBE if item.request.oversubscribe else 0)
+        )
+        entry.priority = _priority_ceiling(item.request)
         mask = share.cus.mask if share.cus else 0
         for word in range(lib.AVG_MASK_WORDS):
             entry.cu_mask[word] = mask >> 64 * word & 0xFFFFFFFFFFFFFFFF
     return list(memoryview(ffi.buffer(policy)[:]).cast("Q"))
+
+
+_CEILINGS: Final = {Priority.LOW: 3, Priority.NORMAL: 7, Priority.HIGH: 11}
+"""The driver serves 0 to 6 by its low pipe, 7 to 10 by the medium and 11 to 15 by the high one. 7 is what runtimes ask
+for an ordinary stream and 11 for a high one (15 up to ROCm 5.7); the steps of libhsakmt below 7 are 0, 3 and 5."""
+
+
+def _priority_ceiling(request: Request) -> int:
+    """Alone on its partition nobody has to be protected from the slice, so a program's own order of streams stands."""
+    if request.compute.policy is ComputePolicy.WHOLE and request.priority is Priority.NORMAL:
+        return int(lib.AVG_PRIORITY_NONE)
+    return _CEILINGS[request.priority]
 
 
 def _text_hash(text: str | None) -> int:
@@ -144,7 +163,7 @@ def _make(
     _create(directory / "policy", 0o444, memoryview(_bytes_of(words)))
     _create(directory / "slice.json", 0o444, _slice_json(item, placed, environment))
     for share, partition in placed:
-        _create(directory / f"mem_banks-{partition.kfd_gpu_id}", 0o444, _mem_banks(share, partition, sysfs_root))
+        _create(directory / f"mem_banks-{partition.kfd_gpu_id}", 0o444, _mem_banks(item, share, partition, sysfs_root))
     with _opened(directory / "ledger", os.O_RDWR | os.O_CREAT | os.O_EXCL) as fd:
         os.fchmod(fd, 0o666)
         _restore_ledger(fd, len(placed), words[_SLICE_KEY])
@@ -178,7 +197,7 @@ def _update(
             for word, value in stores:
                 lib.avg_store(base + word * _WORD, value)
             del base  # or the mapping could not be closed
-    texts = {f"mem_banks-{p.kfd_gpu_id}": _mem_banks(share, p, sysfs_root) for share, p in placed}
+    texts = {f"mem_banks-{p.kfd_gpu_id}": _mem_banks(item, share, p, sysfs_root) for share, p in placed}
     texts["slice.json"] = _slice_json(item, placed, environment)
     for name, text in texts.items():
         if _read_small(directory / name) != text:
@@ -198,10 +217,13 @@ def _serves(directory: Path, placed: Sequence[tuple[Share, Partition]]) -> bool:
     return [g.kfd_gpu_id for g in policy.gpus] == [p.kfd_gpu_id for _, p in placed]
 
 
-def _mem_banks(share: Share, partition: Partition, sysfs_root: Path) -> bytes:
-    """The KFD's memory-bank text of ``partition`` with the slice's size: what the runtime takes for the total."""
+def _mem_banks(item: Slice, share: Share, partition: Partition, sysfs_root: Path) -> bytes:
+    """The KFD's memory-bank text of ``partition`` with the slice's size: what the runtime takes for the total.
+
+    Never more than there is, unless host memory may serve: a request above the total would fail in the runtime.
+    """
     source = sysfs_root / f"sys/devices/virtual/kfd/kfd/topology/nodes/{partition.kfd_node}/mem_banks/0/properties"
-    size = min(share.vram_bytes, partition.vram_bytes)
+    size = share.vram_bytes if item.request.oversubscribe else min(share.vram_bytes, partition.vram_bytes)
     try:
         lines = source.read_text().splitlines()
     except OSError as error:
@@ -214,6 +236,8 @@ def _mem_banks(share: Share, partition: Partition, sysfs_root: Path) -> bytes:
 def _slice_json(item: Slice, placed: Sequence[tuple[Share, Partition]], environment: Mapping[str, str]) -> bytes:
     document = {
         "slice": item.name,
+        "priority": item.request.priority,
+        "oversubscribe": item.request.oversubscribe,
         "gpus": [
             {
                 "partition": share.partition,

@@ -245,6 +245,8 @@ def _slice_view(
         processes=0 if usage is None else len(usage.processes),
         created_s=item.created_s,
         revision=item.revision,
+        priority=item.request.priority.value,
+        oversubscribe=item.request.oversubscribe,
     )
 
 

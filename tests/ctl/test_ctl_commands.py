@@ -196,6 +196,8 @@ state        held
 enforced by  gate
 CDI device   amdvgpu.io/slice=alice
 compute      25% (balanced)
+priority     normal
+out of VRAM  refused
 lease        lease-1
 processes    2
 created      2023-11-14T22:13:20Z
@@ -303,6 +305,7 @@ def test_on_a_terminal_tables_have_a_rule_and_no_markup_of_strangers(
 def test_slice_create_asks_for_what_was_said_and_only_if_there_is_none_yet(daemon: FakeDaemon, ctl: Ctl) -> None:
     daemon.says("PUT", "/v1/slices/alice", slice_view(), 201)
     command = "slice create alice --vram 16GiB --compute 25% --policy fine --gpu 0 --gpu 0000:83:00.0 --spread"
+    command += " --priority low --oversubscribe"
     done = ctl(*command.split())
     assert (done.exit_code, done.stderr) == (0, "")
     assert done.stdout == f"alice: 4 GiB and 64 CUs of {PARTITION}\npodman run --device amdvgpu.io/slice=alice …\n"
@@ -315,6 +318,8 @@ def test_slice_create_asks_for_what_was_said_and_only_if_there_is_none_yet(daemo
         "gpus": 2,
         "on": ["0", "0000:83:00.0"],
         "spread": "spread",
+        "priority": "low",
+        "oversubscribe": True,
     }
 
 

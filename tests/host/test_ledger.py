@@ -12,6 +12,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,7 @@ from amdvgpud.core.model import (
     Inventory,
     Partition,
     PartitionId,
+    Priority,
     ProcessUsage,
     Request,
     Share,
@@ -193,11 +195,40 @@ def test_the_policy_says_what_the_slice_has(files: LedgerFiles) -> None:
         for g in (policy.gpu[0], policy.gpu[1])
     ]
     assert entries == [
-        (1000, 1, 4 * GIB, 16 * GIB, 304, 8, lib.AVG_GPU_MASKED, 15),
-        (1001, 2, 32 * GIB, 16 * GIB, 304, 8, 0, 15),
+        (1000, 1, 4 * GIB, 16 * GIB, 304, 8, lib.AVG_GPU_MASKED, 7),
+        (1001, 2, 32 * GIB, 16 * GIB, 304, 8, 0, 7),
     ]
     assert list(policy.gpu[0].cu_mask) == [(1 << 64) - 1, (1 << 12) - 1] + [0] * 14
     assert list(policy.gpu[1].cu_mask) == [0] * 16
+
+
+@pytest.mark.parametrize(
+    ("policy", "priority", "ceiling"),
+    [
+        (ComputePolicy.BALANCED, Priority.LOW, 3),
+        (ComputePolicy.BALANCED, Priority.NORMAL, 7),
+        (ComputePolicy.SHARED, Priority.HIGH, 11),
+        (ComputePolicy.WHOLE, Priority.NORMAL, 15),  # nobody beside it to be protected from it
+        (ComputePolicy.WHOLE, Priority.LOW, 3),
+    ],
+)
+def test_a_priority_is_a_ceiling_for_queues(
+    files: LedgerFiles, policy: ComputePolicy, priority: Priority, ceiling: int
+) -> None:
+    item = a_slice()
+    compute = Compute(policy, percent=None if policy is ComputePolicy.WHOLE else 25)
+    files.write(replace(item, request=replace(item.request, compute=compute, priority=priority)), an_inventory())
+    assert policy_of(files.slices / "alice/guest").gpu[0].priority == ceiling
+
+
+def test_a_slice_that_may_oversubscribe_is_marked_and_shown_its_whole_quota(files: LedgerFiles) -> None:
+    item = a_slice(a_share(0, 32 * GIB))
+    files.write(replace(item, request=replace(item.request, oversubscribe=True)), an_inventory())
+    guest = files.slices / "alice/guest"
+    assert policy_of(guest).gpu[0].flags == lib.AVG_GPU_MASKED | lib.AVG_GPU_OVERSUBSCRIBE
+    assert f"size_in_bytes {32 * GIB}\n" in (guest / "mem_banks-1000").read_text()
+    told = json.loads((guest / "slice.json").read_text())
+    assert (told["priority"], told["oversubscribe"]) == ("normal", True)
 
 
 def test_the_memory_bank_shows_the_quota_clamped_to_the_gpu(files: LedgerFiles) -> None:

@@ -76,6 +76,14 @@ def test_a_directory_that_cannot_be_made_is_said(tmp_path: Path) -> None:
         BookStore(tmp_path / "file" / "below").load()
 
 
+def test_a_slice_of_before_a_field_was_added_is_read_with_its_default(tmp_path: Path) -> None:
+    path = made(tmp_path)
+    old = '{"name":"a","request":{"name":"a","compute":{"policy":"balanced","percent":25.0,"cu_count":null},'
+    old += '"vram_bytes":null,"gpu_count":1,"on":[],"spread":"binpack"},"shares":[],"created_s":1.0,"revision":1}'
+    _sql(path, f"INSERT INTO slices VALUES ('a', x'{old.encode().hex()}')")
+    assert BookStore(tmp_path).load().slices == {slice_name("a"): A_SLICE}
+
+
 def test_a_change_that_could_not_be_taken_back_is_gone_with_the_next_one(tmp_path: Path) -> None:
     store = BookStore(tmp_path)
     empty = store.load()

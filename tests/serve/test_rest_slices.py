@@ -45,7 +45,20 @@ async def test_a_put_creates_and_the_same_put_again_changes_nothing(desk: Any) -
         "processes": 0,
         "created_s": 1000.0,
         "revision": 1,
+        "priority": "normal",
+        "oversubscribe": False,
     }
+
+
+async def test_priority_and_oversubscription_are_asked_for_and_shown(desk: Any) -> None:
+    spec = {"vram": "1GiB", "compute": "25%", "priority": "low", "oversubscribe": True}
+    made = await desk.ask("PUT", "/v1/slices/alice", spec)
+    shown = (await desk.ask("GET", "/v1/slices/alice")).json
+    assert (made.status, shown["priority"], shown["oversubscribe"]) == (201, "low", True)
+    wrong = await desk.ask("PUT", "/v1/slices/bob", {**spec, "priority": "urgent"})
+    assert wrong.status == 422
+    changed = await desk.ask("PUT", "/v1/slices/alice", {**spec, "priority": "high"})
+    assert (changed.status, changed.json["priority"]) == (200, "high")
 
 
 async def test_a_dry_run_answers_the_placement_and_changes_nothing(desk: Any) -> None:

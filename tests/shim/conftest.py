@@ -28,6 +28,7 @@ from amdvgpud.core.model import (
     Inventory,
     Partition,
     PartitionId,
+    Priority,
     Request,
     Share,
     Slice,
@@ -136,7 +137,13 @@ class Machine:
             )
         return Inventory(tuple(gpus))
 
-    def slice(self, name: str, *shares: tuple[int, int, CuSet | None]) -> Path:
+    def slice(
+        self,
+        name: str,
+        *shares: tuple[int, int, CuSet | None],
+        priority: Priority = Priority.NORMAL,
+        oversubscribe: bool = False,
+    ) -> Path:
         """The guest directory of a slice with (GPU index, quota in MiB, CUs) shares; written anew if it exists."""
         made = []
         for index, vram_mib, cus in shares:
@@ -144,7 +151,14 @@ class Machine:
             partition = PartitionId(f"GPU-{index:016x}/0")
             digest = layout_hash(self.layout)
             made.append(Share(partition, vram_mib * MIB, cus, False, count, count, count, digest))
-        request = Request(slice_name(name), Compute(ComputePolicy.BALANCED, percent=25), MIB, len(made))
+        request = Request(
+            slice_name(name),
+            Compute(ComputePolicy.BALANCED, percent=25),
+            MIB,
+            len(made),
+            priority=priority,
+            oversubscribe=oversubscribe,
+        )
         directory = self.root / "slices" / name
         directory.parent.mkdir(exist_ok=True)
         directory.parent.chmod(0o755)

@@ -1,5 +1,7 @@
-"""Render nodes: VRAM that Vulkan and OpenGL take, and what SMI tools are told. The nodes are real device numbers without
-a driver behind them; the stub answers for one."""
+"""Render nodes: VRAM that Vulkan and OpenGL take, and what SMI tools are told.
+
+The nodes are real device numbers without a driver behind them; the stub answers for one.
+"""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from amdvgpud._abi import ffi, lib
-from amdvgpud.core.model import CuLayout, CuSet
+from amdvgpud.core.model import CuLayout, CuSet, Priority
 
 if TYPE_CHECKING:
     from tests.shim.conftest import Machine
@@ -21,14 +21,6 @@ if TYPE_CHECKING:
 MIB = 1 << 20
 QUARTER = CuSet(tuple(range(76)))
 QUARTER_HEX = f"{QUARTER.mask:080x}"
-
-
-def rewrite(guest: Path, field: str, value: int) -> None:
-    """Set the low byte of a field of the policy's first GPU, which no writer of ours does yet."""
-    raw = bytearray((guest / "policy").read_bytes())
-    raw[ffi.offsetof("struct avg_policy", "gpu") + ffi.offsetof("struct avg_policy_gpu", field)] = value
-    (guest / "policy").unlink()
-    (guest / "policy").write_bytes(raw)
 
 
 def masks(requests: list[str]) -> list[str]:
@@ -168,14 +160,22 @@ def test_the_scratch_reserve_that_available_promised_is_never_refused(machine: M
 
 
 def test_host_memory_serves_where_vram_is_out_only_if_the_slice_may_and_within_its_quota(machine: Machine) -> None:
-    a = machine.slice("a", (0, 1024, None))
+    machine.slice("a", (0, 1024, None))
     words = [f"alloc:1000:{600 * MIB}", "alloc:1000:4096", f"alloc:1000:{600 * MIB}", "free:0", "avail:1000"]
     assert machine.play(*words[:1], STUB_VRAM_FULL="1") == ["ENOMEM"]
-    rewrite(a, "flags", lib.AVG_GPU_OVERSUBSCRIBE)
+    machine.slice("a", (0, 1024, None), oversubscribe=True)
     machine.requests()
     assert machine.play(*words, STUB_VRAM_FULL="1") == ["ok", "ENOMEM", "ENOMEM", "ok", f"ok {1024 * MIB}"]
     flags = [r.split("flags=")[1].split()[0] for r in machine.requests() if r.startswith("ALLOC")]
     assert flags == ["b0000001", "b0000002", "b0000001"]
+
+
+def test_a_slice_that_may_oversubscribe_is_shown_its_whole_quota_and_what_is_left_of_it(machine: Machine) -> None:
+    machine.slice("a", (0, 20 << 10, None), oversubscribe=True)
+    words = ["bank:1", f"alloc:1000:{12 << 30}", f"alloc:1000:{8 << 30}", "avail:1000", f"alloc:1000:{2 * MIB}"]
+    bank = f"ok heap_type 1;size_in_bytes {20 << 30};flags 0;width 8192;mem_clk_max 1300;"
+    answers = machine.play(*words, STUB_VRAM_FULL="1", STUB_AVAILABLE="0")
+    assert answers == [bank, "ok", "ok", "ok 0", "ENOMEM"]
 
 
 # ---------------------------------------------------------------------------------------------------------- queues
@@ -256,13 +256,13 @@ def test_two_slices_of_one_gpu_give_their_queues_both_sets_of_cus(machine: Machi
 
 
 def test_priorities_are_held_at_the_slices_ceiling_in_create_and_update(machine: Machine) -> None:
-    rewrite(machine.slice("a", (0, 600, None)), "priority", 5)
-    words = ["queue:1000:2:7", "update:1:15", "update:1:3", "queue:1000:1:15", "update:2:15"]
-    assert machine.play(*words) == ["ok 1", "ok 15", "ok 3", "ok 2", "ok 15"]
+    machine.slice("a", (0, 600, None), priority=Priority.LOW)
+    words = ["queue:1000:2:7", "update:1:15", "update:1:2", "queue:1000:1:15", "update:2:15"]
+    assert machine.play(*words) == ["ok 1", "ok 15", "ok 2", "ok 2", "ok 15"]
     assert machine.requests() == [
-        "CREATE_QUEUE gpu=1000 type=2 priority=5 -> 0",
-        "UPDATE_QUEUE queue=1 priority=5 percentage=100 -> 0",
+        "CREATE_QUEUE gpu=1000 type=2 priority=3 -> 0",
         "UPDATE_QUEUE queue=1 priority=3 percentage=100 -> 0",
+        "UPDATE_QUEUE queue=1 priority=2 percentage=100 -> 0",
         "CREATE_QUEUE gpu=1000 type=1 priority=15 -> 0",
         "UPDATE_QUEUE queue=2 priority=15 percentage=100 -> 0",
     ]
