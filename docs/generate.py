@@ -227,6 +227,14 @@ def commands_md(root: click.Command, name: str) -> str:
     return text + "\n"
 
 
+def gaps_md() -> str:
+    """The gate's own list: one truth, beside the code that it is about."""
+    text = (REPOSITORY / "shim/README.md").read_text("utf-8")
+    _, _, section = text.partition("## What it does not hold: the written list of gaps\n\n")
+    listed, _, _ = section.partition("\n\n")
+    return listed + "\n"
+
+
 # -------------------------------------------------------------------------------------------------------- man pages
 
 
@@ -299,6 +307,7 @@ PARTS: Final[Mapping[str, Callable[[], str]]] = {
     "routes": routes_md,
     "queries": queries_md,
     "shapes": shapes_md,
+    "gaps": gaps_md,
     "amdvgpuctl": lambda: commands_md(amdvgpuctl_cli, "amdvgpuctl"),
     "man-amdvgpuctl-options": lambda: options_man(amdvgpuctl_cli),
     "man-amdvgpuctl-commands": lambda: commands_man(amdvgpuctl_cli, "amdvgpuctl"),
