@@ -189,6 +189,8 @@ class Repartition:
     after: str | None
     """The compute mode before and after; equal: nothing was switched."""
     partitions: int
+    index: int
+    """Rank in KFD node order, which a switch moves to the last."""
     memory: str | None
     memory_requested: str | None
     """The memory mode that the driver was told to come up with, when it is loaded anew; None: none was asked for."""
@@ -610,6 +612,7 @@ class Node:
             before=there.compute_partition,
             after=compute or there.compute_partition,
             partitions=profile.partition_count if dry_run and profile else len(now.partitions),
+            index=now.index,
             memory=now.memory_partition,
             memory_requested=memory,
             lost=tuple(item.name for item in lost),

@@ -198,6 +198,8 @@ class RepartitionView(Struct, kw_only=True):
     after: str | None
     changed: bool
     partitions: int
+    index: int
+    """Of the GPU, now: a switch moves it to the end of the KFD's order, and with it the others' indices."""
     memory: str | None
     memory_requested: str | None
     """Noted by the driver; in force only when the driver of the whole node is loaded anew."""

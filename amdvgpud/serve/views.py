@@ -123,7 +123,9 @@ def repartition_view(done: Repartition, *, dry_run: bool) -> wire.RepartitionVie
     notes = []
     if changed:
         verb = "would be put" if dry_run else "was put"
-        notes.append(f"{done.gpu} {verb} from {done.before} into {done.after}: partitions: {done.partitions}")
+        notes.append(f"{done.gpu} {verb} from {done.before} into {done.after} (partitions: {done.partitions})")
+        if not dry_run:
+            notes.append(f"it is number {done.index} now, as the KFD puts what returns at its end")
     else:
         notes.append(f"{done.gpu} is in {done.after} already")
     if done.lost:
@@ -143,6 +145,7 @@ def repartition_view(done: Repartition, *, dry_run: bool) -> wire.RepartitionVie
         after=done.after,
         changed=changed,
         partitions=done.partitions,
+        index=done.index,
         memory=done.memory,
         memory_requested=done.memory_requested,
         lost=list(done.lost),

@@ -68,7 +68,7 @@ async def bench() -> Bench:
 
 async def test_an_idle_gpu_is_cut_and_its_partitions_can_be_given_out(bench: Bench) -> None:
     assert await bench.node.partition_gpu(FIRST, CPX) == Repartition(
-        FIRST, "SPX", "CPX", partitions=8, memory="NPS1", memory_requested=None, lost=(), settled=True
+        FIRST, "SPX", "CPX", partitions=8, index=1, memory="NPS1", memory_requested=None, lost=(), settled=True
     )
     assert (bench.mode_of(FIRST), bench.mode_of(SECOND)) == ("CPX", "SPX")
     await bench.put("alice", f"{FIRST}/3")
