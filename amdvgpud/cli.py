@@ -220,6 +220,10 @@ class Daemon:
         """A second call is harmless."""
         self._stop.set()
 
+    @property
+    def stopping(self) -> bool:
+        return self._stop.is_set()
+
     async def reload(self) -> None:
         """Read the settings again and look at the machine. On an error the old settings stay, and the error goes on."""
         self._supervisor.notify("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
@@ -320,6 +324,9 @@ async def _serve(settings: Settings, read_again: Callable[[], Settings]) -> None
         reloads: set[asyncio.Task[None]] = set()
 
         def reload() -> None:
+            # One at work, and one that will see what has changed since that began, are enough for any storm of signals.
+            if daemon.stopping or len(reloads) >= 2:
+                return
             reloads.add(task := loop.create_task(daemon.reload_or_say(), name="reload"))
             task.add_done_callback(reloads.discard)
 
