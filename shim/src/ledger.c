@@ -17,7 +17,7 @@
  * Never over Q: announcements and looks are sequentially consistent, so of two contenders at least one sees the other's
  * bytes, in `pending` or in `used`: bytes appear in `used` before they leave `pending`, and a reader reads `used` last.
  * Of two of which one fits exactly one wins: only the higher withdraws, and the lowest is refused on `used` alone.
- * Both are checked over all interleavings of two processes with a crash at every step (tests/shim/test_protocol.py).
+ * Both are checked on this very code, over all interleavings with a death at every step (tests/explore.c).
  *
  * A process that dies announced keeps the lower ones waiting until somebody finds it dead, and one that is stopped there
  * (SIGSTOP) until the wait is over: half a second, then a refusal. */
@@ -106,6 +106,11 @@ static int gone(const struct avg_slot *slot, uint64_t owner, const struct avg_id
     return noted > 1 && !(owner & AVG_OWNER_RECLAIM) && noted != start;
 }
 
+int avg_lives(uint64_t owner, uint64_t start_ticks, const struct avg_identity *self) {
+    struct avg_slot like = {.start_ticks = start_ticks};
+    return avg_owner_pid(owner) && !gone(&like, owner, self);
+}
+
 /* Clear the slots of the dead; whether any bytes came back. */
 static int reclaim(struct avg_account *account, const struct avg_identity *self) {
     uint64_t given = 0;
@@ -148,7 +153,10 @@ static void move_in(struct avg_account *account, const struct avg_identity *self
  * of this library in the same image, which cannot be (gate.c keeps a second copy passive) unless the cookie is unknown. */
 static int is_own_past(const struct avg_slot *slot, uint64_t owner, const struct avg_identity *self) {
     uint64_t noted = AVG_LOAD(&slot->start_ticks);
-    if (avg_owner_pid(owner) != self->pid || avg_owner_ns(owner) != self->ns || owner & AVG_OWNER_RECLAIM) return 0;
+    /* Without a known namespace the same pid may be a stranger's. */
+    if (avg_owner_pid(owner) != self->pid || avg_owner_ns(owner) != self->ns || self->ns <= 1) return 0;
+    /* We take nothing apart at this moment: who did so under our pid died over it, and nobody else would call it dead. */
+    if (owner & AVG_OWNER_RECLAIM) return 1;
     if (noted != self->start_ticks && noted != 0) return 0;
     return AVG_LOAD(&slot->cookie[0]) != self->cookie[0] || AVG_LOAD(&slot->cookie[1]) != self->cookie[1];
 }
