@@ -13,11 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from amdvgpud.cli import cli as amdvgpud_cli
+from amdvgpud.ctl.cli import cli as amdvgpuctl_cli
 from amdvgpud.settings import SETTINGS, read_settings, shown
 
 ROOT = Path(__file__).resolve().parents[2]
 GENERATE: dict[str, Any] = runpy.run_path(str(ROOT / "docs/generate.py"), run_name="generate")
+PROGRAMS = {"amdvgpuctl": amdvgpuctl_cli, "amdvgpud": amdvgpud_cli}
 MAN = sorted((ROOT / "packaging/man").glob("*.[1-9]"))
 
 
@@ -82,16 +86,14 @@ def _as_read(page: str) -> str:
     return re.sub(r".\x08", "", done.stdout)
 
 
-@pytest.mark.parametrize("program", ["amdvgpuctl", "amdvgpud"])
+@pytest.mark.parametrize("program", PROGRAMS)
 def test_the_page_of_a_program_has_every_option_of_its_help(program: str) -> None:
     page = _as_read({"amdvgpuctl": "amdvgpuctl.1", "amdvgpud": "amdvgpud.8"}[program])
     waiting: list[list[str]] = [[]]
     seen = 0
     while waiting:
         words = waiting.pop()
-        text = subprocess.run(
-            [Path(sys.executable).parent / program, *words, "--help"], capture_output=True, text=True, check=True
-        ).stdout
+        text = CliRunner().invoke(PROGRAMS[program], [*words, "--help"], prog_name=program).output
         options, _, commands = text.partition("Commands:\n")
         for option in re.findall(r"^  (?:-\w, )?(--[\w-]+)", options, re.MULTILINE):
             if option != "--help":

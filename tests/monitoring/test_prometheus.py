@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from amdvgpud import _abi
-from tests.monitoring.kit import RULES, SCRAPE, Expression, expressions
+from tests.monitoring.kit import RULES, SCRAPE, Expression, alerts, expressions
 
 pytestmark = [pytest.mark.root, pytest.mark.timeout(60)]
 
@@ -96,13 +96,13 @@ def prometheus(started: Callable[..., subprocess.Popen[bytes]]) -> Iterator[Prom
     run, ctl, port = home / "run", BIN / "amdvgpuctl", free_port()
     try:
         daemon = started(
-            *(BIN / "amdvgpud", "--simulate", "mi300x", "--run-dir", run, "--state-dir", home / "state"),
+            *(BIN / "amdvgpud", "--simulate", "mi300x,rx9070xt", "--run-dir", run, "--state-dir", home / "state"),
             *("--cdi-dir", home / "cdi", "--rest-tcp", f"127.0.0.1:{port}", "--tick-s", "0.2", "--rescan-s", "1"),
             log=home / "daemon.log",
         )
         eventually("the daemon", lambda: (run / "api.sock").exists() or daemon.poll() is not None)
         assert daemon.poll() is None, (home / "daemon.log").read_text()
-        asked_for = ("slice", "create", "alice", "--vram", "4GiB", "--compute", "25%")
+        asked_for = ("slice", "create", "alice", "--gpu", "0", "--vram", "4GiB", "--compute", "25%")
         subprocess.run([ctl, "--socket", run / "api.sock", *asked_for], check=True, capture_output=True)
 
         (home / "amdvgpud.rules.yml").write_text(re.sub(r"(?m)^(\s+for:) \d+m$", r"\1 1s", RULES.read_text()))
@@ -147,6 +147,14 @@ def test_a_slice_that_is_filled_fires_the_shipped_alert(prometheus: Prometheus) 
     assert set(prometheus.firing()) == {"AmdvgpuSliceNearLimit"}
 
 
+def test_every_alert_is_judged_without_an_error(prometheus: Prometheus) -> None:
+    def judged() -> list[dict[str, Any]]:
+        rules = [rule for group in prometheus.ask("rules")["groups"] for rule in group["rules"]]
+        return rules if all(rule["health"] != "unknown" for rule in rules) else []
+
+    assert {rule["name"]: rule["health"] for rule in eventually("a round", judged)} == dict.fromkeys(alerts(), "ok")
+
+
 def _query(expression: Expression) -> str:
     text = expression.text.replace("$__rate_interval", "30s")
     return re.sub(r"\$(?!__)\w+", ".*", text)
@@ -168,5 +176,5 @@ def test_every_panel_gets_an_answer(prometheus: Prometheus) -> None:
 
 def test_the_variables_of_the_dashboards_find_their_values(prometheus: Prometheus) -> None:
     assert prometheus.ask("label/slice/values", **{"match[]": "amdvgpu_slice_vram_limit_bytes"}) == ["alice"]
-    (gpu,) = prometheus.ask("label/gpu_uuid/values", **{"match[]": "amdvgpu_gpu_info"})
-    assert gpu.startswith("GPU-")
+    gpus = prometheus.ask("label/gpu_uuid/values", **{"match[]": "amdvgpu_gpu_info"})
+    assert [gpu[:4] for gpu in gpus] == ["GPU-", "GPU-"]
