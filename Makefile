@@ -48,3 +48,13 @@ build/.tested: build/.built
 
 clean:
 	rm -rf build $(VENV)
+
+# make packages     deb for Debian 12 and 13 and rpm, each in a clean root; to build/packages (root, 3 minutes at first)
+# make e2e-systemd  the same installed, upgraded and removed on machines whose PID 1 is systemd 252 and 257 (root)
+.PHONY: packages e2e-systemd
+packages:
+	scripts/setup packages
+	packaging/build bookworm trixie rpm
+
+e2e-systemd: packages
+	tests/e2e/systemd/run

@@ -1,7 +1,8 @@
 #!/usr/bin/python3
 """What an operator does with the installed packages, on a machine whose PID 1 is systemd. Runs as root inside it.
 
-/mnt/debs holds the packages, /mnt/newer the same of a later version with another gate in it (``stage`` makes both).
+/mnt/debs holds the packages, /mnt/newer the same of a later version with another gate in it (``stage`` makes both); or
+/mnt/tree is what they would install. /mnt/kfdclient takes VRAM.
 Prints a line for each check, ``ok <sentence>`` or ``not ok <sentence>: <what was seen>``; ends with 1 if one failed.
 Arguments: only checks with one of these words. Standard library only.
 """
@@ -51,7 +52,7 @@ def run(*argv: str, code: int | None = 0) -> str:
 def until(what: str, holds: Callable[[], object]) -> None:
     deadline = time.monotonic() + WAIT_S
     while not holds():
-        assert time.monotonic() < deadline, f"not within {WAIT_S:g} s: {what}; {journal()[-1500:]}"
+        assert time.monotonic() < deadline, f"not within {WAIT_S:g} s: {what}"
         time.sleep(0.05)
 
 
@@ -153,7 +154,10 @@ def program(slice_name: str, gib: int) -> Iterator[int]:
 
 @check
 def the_packages_install_and_the_daemon_is_ready() -> None:
-    run("dpkg", "--install", *packages("debs"))
+    if Path("/mnt/tree").exists():
+        _install_by_hand(Path("/mnt/tree"))
+    else:
+        run("dpkg", "--install", *packages("debs"))
     assert show("amdvgpud.service", "ActiveState", "SubState", "Type", "NRestarts") == [
         "active",
         "running",
@@ -161,7 +165,17 @@ def the_packages_install_and_the_daemon_is_ready() -> None:
         "0",
     ]
     assert run("systemctl", "is-enabled", "amdvgpud.service", "amdvgpud.socket").split() == ["enabled", "enabled"]
-    assert run("systemctl", "--failed", "--no-legend", "--plain") == ""
+    failed = run("systemctl", "list-units", "--failed", "--no-legend", "--plain", "*amdvgpu*")
+    assert failed == "", failed
+
+
+def _install_by_hand(tree: Path) -> None:
+    """What the packages' scripts do, for a tree as packaging/stage.py lays it out."""
+    run("cp", "--archive", f"{tree}/.", "/")
+    run("systemd-sysusers", "amdvgpud.conf")
+    run("systemd-tmpfiles", "--create", "amdvgpud.conf")
+    run("systemctl", "daemon-reload")
+    run("systemctl", "enable", "--now", "amdvgpud.socket", "amdvgpud.service")
 
 
 @check
@@ -179,6 +193,22 @@ def with_gpus_it_lists_them() -> None:
     assert products == ["AMD Instinct MI300X"] * 2, products
     assert ctl("gpu", "list").count("AMD Instinct MI300X") == 2
     assert "2 GPUs" in show("amdvgpud.service", "StatusText")[0]
+
+
+@check
+def a_driver_that_comes_later_is_found() -> None:
+    """The tree of a machine comes up under a daemon that started without; the device rule has a check of its own."""
+    root = Path("/run/later")
+    (root / "sys").mkdir(parents=True)
+    variables = f"AMDVGPUD_SIMULATE= AMDVGPUD_SYSFS_ROOT={root} AMDVGPUD_RESCAN_S=0.5"
+    with drop_in("without-driver", f"[Service]\nEnvironment={variables}\n"):
+        run("systemctl", "restart", "amdvgpud.service")
+        pid = main_pid()
+        assert (api("/v1/gpus")["gpus"], SPEC.exists()) == ([], False)
+        run("cp", "--archive", "/run/amdvgpud/simulated/.", str(root))
+        until("both GPUs", lambda: len(api("/v1/gpus")["gpus"]) == 2)
+        assert main_pid() == pid
+    run("systemctl", "restart", "amdvgpud.service")
 
 
 @check
@@ -491,7 +521,7 @@ def removal_stops_it_and_purge_leaves_nothing() -> None:
     ]
     left = [path for path in (*homes, str(SPEC)) if Path(path).exists()]
     assert left == [], left
-    failed = run("systemctl", "--failed", "--no-legend", "--plain")
+    failed = run("systemctl", "list-units", "--failed", "--no-legend", "--plain", "*amdvgpu*")
     assert failed == "", failed
 
 
@@ -517,6 +547,7 @@ def main() -> None:
             where = traceback.extract_tb(error.__traceback__)[-1].lineno
             said = str(error).replace("\n", "\n    ") or traceback.format_exc().replace("\n", "\n    ")
             print(f"not ok {name}: line {where}: {said}", flush=True)
+            print("    journal: " + journal()[-1500:].replace("\n", "\n    "), flush=True)
     sys.exit(1 if failed else 0)
 
 
