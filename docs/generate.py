@@ -227,6 +227,20 @@ def commands_md(root: click.Command, name: str) -> str:
     return text + "\n"
 
 
+def alerts_md() -> str:
+    """The alerts of the kit. Its file is our own, so lines are enough to read it by."""
+    text = (REPOSITORY / "packaging/prometheus/amdvgpud.rules.yml").read_text("utf-8")
+    rows = []
+    for rule in text.split("      - alert: ")[1:]:
+        found = dict(re.findall(r"^ +(for|summary|runbook): \"?(.*?)\"?$", rule, re.MULTILINE))
+        summary = re.sub(r"\{\{ *\$labels\.(\w+) *\}\}", r"*\1*", found["summary"])
+        summary = re.sub(r"\{\{ *\$value.*?\}\}", "*so much*", summary)
+        page, _, anchor = found["runbook"].partition("#")
+        link = f"[{anchor.replace('-', ' ')}](../{page.removeprefix('docs/')}#{anchor})"
+        rows.append((_code(rule.split()[0]), summary, found.get("for", "at once"), link))
+    return _table(("alert", "says", "after", "then read"), rows)
+
+
 def gaps_md() -> str:
     """The gate's own list: one truth, beside the code that it is about."""
     text = (REPOSITORY / "shim/README.md").read_text("utf-8")
@@ -307,6 +321,7 @@ PARTS: Final[Mapping[str, Callable[[], str]]] = {
     "routes": routes_md,
     "queries": queries_md,
     "shapes": shapes_md,
+    "alerts": alerts_md,
     "gaps": gaps_md,
     "amdvgpuctl": lambda: commands_md(amdvgpuctl_cli, "amdvgpuctl"),
     "man-amdvgpuctl-options": lambda: options_man(amdvgpuctl_cli),

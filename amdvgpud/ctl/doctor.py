@@ -125,6 +125,10 @@ class Probe:
     cgroups: Literal["v2", "hybrid", "v1", "none"] = "v2"
     dmem: bool = True
     """The controller is there and has a region of amdgpu."""
+    user_namespaces: bool = True
+    """A user without rights may make one, with mounts of their own in it."""
+    guest_root: bool = True
+    """/run/amdvgpu is there to mount on."""
     runtimes: tuple[Runtime, ...] = (Runtime("podman", "5.4.2"),)
     gate: str = "/usr/lib/amdvgpu/libamdvgpu.so"
     """Path of the library; '' with ``gate_trouble``."""
@@ -144,6 +148,7 @@ def findings(probe: Probe) -> Iterator[Finding]:
         yield Finding(finding.subject, "note", finding.text) if simulated and finding.state == "missing" else finding
     yield from _kernel(probe)
     yield from _gate(probe)
+    yield from _run(probe)
     yield from _daemon(probe.daemon)
     yield from _runtimes(probe)
     if probe.image is not None:
@@ -247,6 +252,22 @@ def _gate(probe: Probe) -> Iterator[Finding]:
         yield Finding("gate", "ok", probe.gate)
     else:
         yield Finding("gate", "missing", probe.gate_trouble, "install the package libamdvgpu")
+
+
+def _run(probe: Probe) -> Iterator[Finding]:
+    """What keeps `amdvgpuctl run` from private mounts. Root makes both by itself, so there is nothing to say then."""
+    if probe.uid == 0:
+        return
+    text = "amdvgpuctl run brings its limits by environment variables only, which `env -i` sheds: "
+    if not probe.user_namespaces:
+        yield Finding(
+            "run",
+            "note",
+            text + "user namespaces are restricted",
+            "sysctl user.max_user_namespaces=16384 kernel.apparmor_restrict_unprivileged_userns=0",
+        )
+    elif not probe.guest_root:
+        yield Finding("run", "note", text + "/run/amdvgpu is not there to mount on", "as root: mkdir /run/amdvgpu")
 
 
 def _daemon(daemon: Daemon) -> Iterator[Finding]:
@@ -412,6 +433,8 @@ def read_probe(
         container_use_devices=_boolean(root / "sys/fs/selinux/booleans/container_use_devices"),
         cgroups=cgroups,
         dmem=dmem,
+        user_namespaces=_user_namespaces(root),
+        guest_root=(root / "run/amdvgpu").is_dir(),
         runtimes=tuple(_configured(name, version, root) for name, version in runtimes),
         gate=gate,
         gate_trouble=gate_trouble,
@@ -488,6 +511,16 @@ def _cgroups(root: Path) -> tuple[Literal["v2", "hybrid", "v1", "none"], bool]:
     if (top / "unified/cgroup.controllers").exists():
         return "hybrid", False
     return ("v1" if _listed(top) else "none"), False
+
+
+def _user_namespaces(root: Path) -> bool:
+    """By the kernel's limit, Debian's old switch and Ubuntu's new one; a switch that is not there forbids nothing."""
+    kernel = root / "proc/sys/kernel"
+    return (
+        _line(root / "proc/sys/user/max_user_namespaces") != "0"
+        and _line(kernel / "unprivileged_userns_clone") != "0"
+        and _line(kernel / "apparmor_restrict_unprivileged_userns") != "1"
+    )
 
 
 def _configured(name: str, version: str, root: Path) -> Runtime:

@@ -166,6 +166,11 @@ USER = replace(HEALTHY, uid=1000, groups=frozenset({1000}))
             replace(HEALTHY, daemon=Daemon(system=system_view(), cdi=cdi_view(conflicts=["/run/cdi/x.json"]))),
             ("CDI file", "missing", "the same names: /run/cdi/x.json", "remove"),
         ),
+        (
+            replace(USER, user_namespaces=False),
+            ("run", "note", "user namespaces are restricted", "user.max_user_namespaces=16384"),
+        ),
+        (replace(USER, guest_root=False), ("run", "note", "/run/amdvgpu is not there", "mkdir /run/amdvgpu")),
         (replace(HEALTHY, runtimes=()), ("runtimes", "note", "no container runtime here", "apt install podman")),
     ],
 )
@@ -175,6 +180,10 @@ def test_each_lack_is_told_alone_and_with_its_cure(probe: Probe, expected: tuple
     assert (found.subject, found.state) == (subject, state)
     assert text in found.text
     assert cure in f"{found.cure} {found.text}"
+
+
+def test_root_makes_its_mounts_by_itself() -> None:
+    assert lacking(replace(HEALTHY, user_namespaces=False, guest_root=False)) == []
 
 
 def test_old_kernels_are_no_trouble_for_gpus_without_wgps() -> None:
@@ -284,6 +293,26 @@ def test_a_machine_is_read_from_its_files(tmp_path: Path) -> None:
     assert probe.image == Image(
         str(tmp_path / "image"), ("ld-linux-x86-64.so.2",), ("/usr/lib/a.so",), os.uname().machine
     )
+
+
+@pytest.mark.parametrize("switch", ["kernel/apparmor_restrict_unprivileged_userns", "user/max_user_namespaces"])
+def test_each_switch_of_user_namespaces_is_read(tmp_path: Path, switch: str) -> None:
+    file = tmp_path / "proc/sys" / switch
+    file.parent.mkdir(parents=True)
+    file.write_text("1\n")
+    by_one = read_probe(Daemon("none"), [], root=tmp_path).user_namespaces
+    file.write_text("0\n")
+    by_none = read_probe(Daemon("none"), [], root=tmp_path).user_namespaces
+    assert (by_one, by_none) == ((False, True) if "restrict" in switch else (True, False))
+
+
+@pytest.mark.fixtures
+def test_every_captured_machine_is_judged_without_an_error(captures: Path) -> None:
+    trees = sorted({path.parent for path in captures.glob("**/sys") if path.is_dir()})
+    assert trees
+    for tree in trees:
+        probe = read_probe(Daemon("none"), [("podman", "5.4.2")], root=tree)
+        assert {f.subject for f in findings(probe)} >= {"GPUs", "driver", "kernel", "daemon"}, tree
 
 
 def test_an_empty_machine_is_read_without_an_error(tmp_path: Path) -> None:
