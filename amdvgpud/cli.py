@@ -137,6 +137,17 @@ def assemble(settings: Settings) -> Parts:
     return Parts(node, counted, metrics, preload, None if simulated is None else root)
 
 
+def _api_settings(settings: Settings) -> ApiSettings:
+    return ApiSettings(
+        socket_path=settings.run_dir / "api.sock",
+        socket_group=settings.rest_socket_group,
+        socket_mode=settings.rest_socket_mode,
+        tcp=settings.rest_tcp,
+        tcp_details=settings.rest_tcp_details,
+        token_file=settings.rest_token_file,
+    )
+
+
 def rehearse(settings: Settings) -> None:
     """``Invalid`` for values that are well formed and that :func:`assemble` would refuse. Writes and opens nothing.
 
@@ -146,6 +157,7 @@ def rehearse(settings: Settings) -> None:
         parse_simulation(settings.simulate)
     if settings.library is not None and not settings.library.is_file():
         raise Invalid.field("library", f"{str(settings.library)!r} is no file")
+    _api_settings(settings)
     CdiFile(
         settings.cdi_dir,
         run_dir=settings.run_dir,
@@ -252,14 +264,7 @@ class Daemon:
             self._parts.node,
             self._parts.cdi,
             self._parts.metrics,
-            ApiSettings(
-                socket_path=s.run_dir / "api.sock",
-                socket_group=s.rest_socket_group,
-                socket_mode=s.rest_socket_mode,
-                tcp=s.rest_tcp,
-                tcp_details=s.rest_tcp_details,
-                token_file=s.rest_token_file,
-            ),
+            _api_settings(s),
             version=__version__,
             run_dir=s.run_dir,
             process_of=_process_of,

@@ -224,7 +224,7 @@ class Settings:
     )
     rest_socket_mode: int = _setting("rest.socket_mode", "0660", _mode, "File mode of the API socket.")
     rest_tcp: tuple[str, int] | None = _setting(
-        "rest.tcp", "127.0.0.1:9841", _listen, "Address for reads, /metrics and health over TCP; empty: none."
+        "rest.tcp", "127.0.0.1:9841", _listen, "Loopback address for reads, /metrics and health over TCP; empty: none."
     )
     rest_tcp_details: bool = _setting(
         "rest.tcp_details", False, _flag, "Show process lists and workload names over TCP too."

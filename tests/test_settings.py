@@ -101,6 +101,7 @@ def run_config(*arguments: str) -> click.testing.Result:
     [
         ('simulate = "mi999"\n', "there is no model 'mi999'"),
         ('library = "/nonexistent/libamdvgpu.so"\n', "is no file"),
+        ('[rest]\ntcp = "0.0.0.0:9841"\n', "no loopback address"),
         ('[cdi]\nkind = "amd.com/gpu"\n', "docker 29.3 and later"),
         ('[cdi]\nversion_limit = "0.3.0"\n', "too low"),
     ],
