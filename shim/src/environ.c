@@ -15,6 +15,7 @@
 
 #include "os.h"
 #include "process.h"
+#include "standalone.h"
 
 extern char **environ __attribute__((weak));
 
@@ -37,6 +38,15 @@ const char *avg_env(const char *name) {
     return NULL;
 }
 
+void avg_env_exchange(const char *name, char *entry) {
+    char **at = list();
+    for (; at && *at; at++)
+        if (value_of(*at, name)) {
+            *at = entry;
+            return;
+        }
+}
+
 static void take_out(char **at) {
     for (; *at; at++) at[0] = at[1];
 }
@@ -53,9 +63,10 @@ static int written_by_a_slice(const struct avg_process *process, const char *val
 
 void avg_repair_environment(int argc, char **argv, char **envp) {
     if (!(&environ && environ) && argc > 0 && argv && envp == argv + argc + 1) early = envp;
-    if (!avg_process_has_slices()) return;
+    if (!avg_process_has_slices() && !avg_stands_alone()) return;
     struct avg_process *process = avg_process_enter(1);
     if (!process) return;
+    if (process->postponed) avg_stand_alone_early();
     for (char **at = list(); at && *at;) {
         const char *mask = value_of(*at, "HSA_CU_MASK"), *visible = value_of(*at, "ROCR_VISIBLE_DEVICES");
         if ((mask && written_by_a_slice(process, mask, 0)) ||
@@ -64,7 +75,7 @@ void avg_repair_environment(int argc, char **argv, char **envp) {
         else
             at++;
     }
-    if (process->said) avg_process_start_over(process); /* said when memory is asked for, not in every program */
+    if (process->said || process->postponed) avg_process_start_over(process); /* said when memory is asked for, not in every program */
     process->quiet = 0;
     avg_process_leave(process);
 }

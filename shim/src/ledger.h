@@ -33,6 +33,9 @@ int avg_settle(struct avg_account *account, const struct avg_identity *self);
 /* Clear the slots of the dead, having one or not: for who only looks. */
 void avg_bury(struct avg_account *account, const struct avg_identity *self);
 
+/* Whether the process that `owner` (namespace and pid) and its start time name may still be there. */
+int avg_lives(uint64_t owner, uint64_t start_ticks, const struct avg_identity *self);
+
 enum avg_verdict { AVG_ADMITTED, AVG_OVER, AVG_NO_SLOT, AVG_BUSY };
 
 /* Charge `bytes` of GPU `gpu` (its index in the policy) against `quota`. Whatever else happens, the sum of all charges of

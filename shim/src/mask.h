@@ -49,6 +49,13 @@ static inline struct avg_mask avg_mask_narrow(const struct avg_mask_rule *rule, 
     return avg_mask_sound(rule, &both) ? both : rule->mask;
 }
 
+/* Whether what was asked for can be had within the rule: else avg_mask_narrow answers the rule's own mask. */
+static inline int avg_mask_narrows(const struct avg_mask_rule *rule, const struct avg_mask *asked) {
+    struct avg_mask both;
+    for (int i = 0; i < AVG_MASK_WORDS; i++) both.word[i] = rule->mask.word[i] & asked->word[i];
+    return avg_mask_sound(rule, &both);
+}
+
 static inline int avg_mask_equal(const struct avg_mask *a, const struct avg_mask *b) {
     uint64_t differs = 0;
     for (int i = 0; i < AVG_MASK_WORDS; i++) differs |= a->word[i] ^ b->word[i];

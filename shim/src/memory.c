@@ -72,6 +72,15 @@ static enum avg_verdict admit(struct avg_process *process, const struct kfd_allo
     return verdict;
 }
 
+static void tell(struct avg_process *process, enum avg_level level, const char *what, uint32_t gpu_id, uint64_t bytes, const struct avg_cover *cover) {
+    const struct avg_account *account = cover->account;
+    struct avg_pair pairs[] = {
+        {"gpu", gpu_id, 0}, {"bytes", bytes, 0}, {"used", account->ledger ? avg_taken(account, cover->gpu) : 0, 0},
+        {"quota", cover->quota, 0}, {"slot", account->slot, 0}, {0},
+    };
+    avg_tell(process, level, what, pairs);
+}
+
 static int charge_slices(struct avg_process *process, const struct kfd_alloc_memory *asked, struct avg_cover *covers,
                          int count, struct avg_charge *charge) {
     const struct avg_identity *self = &process->self;
@@ -86,6 +95,7 @@ static int charge_slices(struct avg_process *process, const struct kfd_alloc_mem
     uint64_t now = avg_now_ms();
     int retry = process->refused_gpu_id == asked->gpu_id && process->refused_bytes == asked->bytes && now - process->refused_ms < RETRY_MS;
     if (!retry) avg_deny(covers[0].account, self, covers[0].gpu, asked->bytes);
+    if (!retry && avg_wants(process, AVG_LOG_INFO)) tell(process, AVG_LOG_INFO, "VRAM refused", asked->gpu_id, asked->bytes, covers);
     process->refused_gpu_id = retry ? 0 : asked->gpu_id; /* a third attempt is the program's again */
     process->refused_bytes = asked->bytes;
     process->refused_ms = now;
@@ -133,6 +143,8 @@ int avg_alloc_memory(int fd, unsigned long request, struct kfd_alloc_memory *ask
     }
     charge.handle = asked->handle;
     process = avg_process_enter(0);
+    if (process && !result && count && avg_wants(process, AVG_LOG_DEBUG))
+        tell(process, AVG_LOG_DEBUG, host ? "host memory in place of VRAM" : "VRAM charged", copy.gpu_id, copy.bytes, covers);
     if (process && host && !result) avg_note(covers[0].account, &process->self, AVG_NOTE_GTT);
     if (result) {
         if (process) {
@@ -172,7 +184,13 @@ int avg_free_memory(int fd, unsigned long request, struct kfd_free_memory *asked
     process = avg_process_enter(0);
     if (process) {
         if (result) avg_charge_put(process, &charge); /* still there */
-        else avg_charge_undo(process, &charge, 1);
+        else {
+            avg_charge_undo(process, &charge, 1);
+            if (avg_wants(process, AVG_LOG_DEBUG)) {
+                struct avg_pair pairs[] = {{"handle", handle, 0}, {"bytes", charge.bytes[0] + charge.bytes[1], 0}, {0}};
+                avg_tell(process, AVG_LOG_DEBUG, "VRAM given back", pairs);
+            }
+        }
         avg_process_leave(process);
     }
     errno = error;

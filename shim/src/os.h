@@ -99,6 +99,15 @@ static inline char *avg_put_number(char *at, char *end, uint64_t value) {
     return avg_put(at, end, digits + count);
 }
 
+static inline char *avg_put_hex(char *at, char *end, uint64_t value) {
+    char digits[20];
+    int count = 19;
+    digits[count] = 0;
+    do digits[--count] = "0123456789abcdef"[value & 15];
+    while (value >>= 4);
+    return avg_put(at, end, digits + count);
+}
+
 /* The decimal number at *text, which is moved behind it; 0 where there is none. Saturates. */
 static inline uint64_t avg_number(const char **text) {
     uint64_t value = 0;

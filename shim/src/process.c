@@ -2,10 +2,12 @@
 
 #include <errno.h>
 #include <sys/mman.h>
+#include <sys/statfs.h>
 
 #include "environ.h"
 #include "next.h"
 #include "os.h"
+#include "standalone.h"
 #include "text.h"
 
 #ifndef MADV_WIPEONFORK
@@ -28,16 +30,63 @@ static int wiped_on_fork; /* 0 not asked yet, 1 yes (children inherit the advice
 
 /* ------------------------------------------------------------------------------------------------------- messages */
 
+#define LOG_MOST (1 << 20) /* bytes of a log file before it becomes <name>.1, and of that one too */
+
+static const char *const level_names[] = {"off", "error", "warn", "info", "debug"};
+
+/* A line, with its newline, to where lines go. The file is opened for each: nothing of ours stays open in the program. */
+static void put_line(const struct avg_process *process, const char *line, size_t length) {
+    struct stat status = {0};
+    int fd = 2;
+    if (process->log_file) {
+        fd = (int)AVG_SYS(openat, AT_FDCWD, process->log_file, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0600);
+        if (fd >= 0 && !AVG_SYS(fstat, fd, &status, 0, 0) && S_ISREG(status.st_mode) && status.st_size >= LOG_MOST) {
+            char old[512], *end = old + sizeof old - 1;
+            avg_put(avg_put(old, end, process->log_file), end, ".1");
+            avg_close(fd);
+            avg_syscall(SYS_renameat2, AT_FDCWD, (long)process->log_file, AT_FDCWD, (long)old, 0, 0);
+            fd = (int)AVG_SYS(openat, AT_FDCWD, process->log_file, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0600);
+        }
+        if (fd < 0) return; /* a log that cannot be written stops nobody */
+    }
+    AVG_SYS(write, fd, line, length, 0);
+    if (fd != 2) avg_close(fd);
+}
+
 void avg_say(struct avg_process *process, enum avg_message kind, const char *first, const char *second) {
     char line[512], *end = line + sizeof line - 2;
     if (process->said & 1u << kind) return;
     process->said |= 1u << kind;
-    if (process->quiet) return;
+    if (process->quiet || process->log_level == AVG_LOG_OFF) return;
     char *at = avg_put(line, end, "amdvgpu: ");
     at = avg_put(at, end, first);
     at = avg_put(at, end, second);
     *at++ = '\n';
-    AVG_SYS(write, 2, line, at - line, 0);
+    put_line(process, line, (size_t)(at - line));
+}
+
+void avg_tell(struct avg_process *process, enum avg_level level, const char *what, const struct avg_pair *pairs) {
+    char line[512], *end = line + sizeof line - 2;
+    if (process->quiet) return;
+    char *at = avg_put_number(avg_put(line, end, "amdvgpu["), end, avg_pid());
+    at = avg_put(avg_put(avg_put(avg_put(at, end, "] "), end, level_names[level]), end, ": "), end, what);
+    for (; pairs->name; pairs++) {
+        at = avg_put(avg_put(avg_put(at, end, " "), end, pairs->name), end, "=");
+        at = pairs->hex ? avg_put_hex(at, end, pairs->value) : avg_put_number(at, end, pairs->value);
+    }
+    *at++ = '\n';
+    put_line(process, line, (size_t)(at - line));
+}
+
+static int identified(struct avg_process *process);
+
+static void read_log_settings(struct avg_process *process) {
+    const char *text = avg_env("AMDVGPU_LOG"), *file = avg_env("AMDVGPU_LOG_FILE");
+    process->log_level = AVG_LOG_WARN; /* also where the text is no level: what goes wrong is to be seen */
+    for (int level = 0; text && level <= AVG_LOG_DEBUG; level++)
+        if (avg_equal(text, level_names[level])) process->log_level = (enum avg_level)level;
+    /* A privileged program must not write where its caller says. */
+    if (file && *file == '/' && avg_length(file) < 500 && identified(process) && !process->self.secure) process->log_file = file;
 }
 
 /* ------------------------------------------------------------------------------------------------------- the slices */
@@ -114,6 +163,17 @@ static void add_slice(struct avg_process *process, const char *directory) {
     }
 }
 
+/* Whether the directory is mounted so that nobody here can change it. One that is not was left behind, or made by
+ * somebody in the container to look like a slice with a better quota. */
+static int is_delivered(int root, const char *name) {
+    struct statfs status = {0};
+    int fd = avg_open(root, name, O_RDONLY | O_DIRECTORY);
+    if (fd < 0) return fd != -ENOTDIR && fd != -ENOENT && fd != -ELOOP; /* not for us to see: it is said by who looks into it */
+    int fixed = !AVG_SYS(fstatfs, fd, &status, 0, 0) && status.f_flags & 1 /* ST_RDONLY */;
+    avg_close(fd);
+    return fixed;
+}
+
 /* The directories under SLICES_ROOT, in the kernel's order; whether there were any. */
 static int add_mounted(struct avg_process *process) {
     char buffer[2048] __attribute__((aligned(8))), path[320];
@@ -130,7 +190,7 @@ static int add_mounted(struct avg_process *process) {
         for (long at = 0; at < length;) {
             struct avg_entry *entry = (void *)(buffer + at);
             at += entry->bytes;
-            if (entry->name[0] == '.') continue;
+            if (entry->name[0] == '.' || !is_delivered(root, entry->name)) continue;
             char *end = path + sizeof path - 1, *put = avg_put(path, end, SLICES_ROOT "/");
             avg_put(put, end, entry->name);
             found = 1;
@@ -160,16 +220,29 @@ static void add_named(struct avg_process *process, const char *list) {
     }
 }
 
+static int identified(struct avg_process *process) {
+    if (!process->self.pid) avg_identify(&process->self);
+    return 1;
+}
+
 static void load(struct avg_process *process) {
     const char *text;
+    read_log_settings(process);
     process->vram_limit = UINT64_MAX;
+    process->priority_limit = AVG_PRIORITY_NONE;
     int mounted = add_mounted(process);
-    const char *named = mounted ? NULL : avg_env("AMDVGPU_SLICE_DIR");
-    if (mounted || named) avg_identify(&process->self);
+    const char *named = mounted ? NULL : avg_env("AMDVGPU_SLICE_DIR"), *granted = avg_env("AMDVGPU_SLICE");
+    const char *disable = avg_env("AMDVGPU_DISABLE");
+    int free = !mounted && !named && !granted && !(disable && avg_equal(disable, "1")) && avg_stands_alone();
+    if (mounted || named || granted || free) identified(process);
     /* A privileged program must not open for writing what its caller names. It is not the GPU's user. */
     if (named && !process->self.secure) add_named(process, named);
+    if (granted && !process->slice_count && !process->barred && !process->self.secure) {
+        process->barred = 1; /* its mount failed, or somebody has moved it away */
+        avg_say(process, AVG_SAY_POLICY, "AMDVGPU_SLICE names a slice, but none is mounted here: VRAM is refused: ", granted);
+    }
     if (process->slice_count || process->barred) {
-        if ((text = avg_env("AMDVGPU_VRAM")) && !(process->vram_limit = avg_parse_size(text))) {
+        if ((text = avg_env("AMDVGPU_VRAM")) && !(process->vram_limit = avg_vram_limit_of(text))) {
             process->limit_bad = 1;
             avg_say(process, AVG_SAY_LIMIT, "AMDVGPU_VRAM is no size; VRAM is refused: ", text);
         }
@@ -177,9 +250,14 @@ static void load(struct avg_process *process) {
             process->limit_bad = 1;
             avg_say(process, AVG_SAY_LIMIT, "AMDVGPU_CUS is no list of CUs as in 0-37,40; VRAM is refused: ", text);
         }
-        /* exec gave back what the last image held; its charge must not wait for the next allocation of ours. */
-        for (int i = 0; i < process->slice_count; i++) avg_forget_past_image(&process->slice[i], &process->self);
+    } else if (free && !process->self.secure) {
+        if (process->quiet) process->postponed = 1;
+        else avg_stand_alone(process);
     }
+    /* 0 is the highest; whatever else is said is less. It lowers what the slice has, and never raises it. */
+    if ((text = avg_env("AMD_TASK_PRIORITY")) && !avg_equal(text, "0")) process->priority_limit = 3;
+    /* exec gave back what the last image held; its charge must not wait for the next allocation of ours. */
+    for (int i = 0; i < process->slice_count; i++) avg_forget_past_image(&process->slice[i], &process->self);
     process->ready = 1;
 }
 
@@ -292,6 +370,10 @@ int avg_mask_rule_of(struct avg_process *process, uint32_t gpu_id, struct avg_ma
     if (count && process->cus_given) {
         if (!masked)
             for (uint32_t bit = 0; bit < rule->cu_count && bit < AVG_MASK_WORDS * 64; bit++) rule->mask.word[bit / 64] |= 1ULL << bit % 64;
+        if (process->alone && !avg_mask_narrows(rule, &process->cus)) { /* there is no slice's mask to fall back on */
+            avg_say(process, AVG_SAY_CUS, "AMDVGPU_CUS leaves an XCC without a CU or splits a WGP: queues are refused", "");
+            return -1;
+        }
         rule->mask = avg_mask_narrow(rule, &process->cus);
         masked = 1;
     }

@@ -36,12 +36,19 @@ struct avg_queue {
     struct avg_mask mask;       /* what the driver was last given */
 };
 
+enum avg_level { AVG_LOG_OFF, AVG_LOG_ERROR, AVG_LOG_WARN, AVG_LOG_INFO, AVG_LOG_DEBUG };
+
 struct avg_process {
     int lock;                   /* 0 free, 1 held */
     int ready;                  /* the rest is filled in */
     uint32_t pid;               /* only where the kernel does not wipe */
     int barred;                 /* a slice that cannot be read, or a malformed limit: no VRAM where no policy is whole */
     int limit_bad;              /* AMDVGPU_VRAM or AMDVGPU_CUS is malformed: no VRAM at all */
+    int alone;                  /* no daemon: the one slice is what the environment says */
+    int postponed;              /* loading found only limits of the environment, which is for later (standalone.c) */
+    uint32_t priority_limit;    /* AMD_TASK_PRIORITY, as a ceiling */
+    enum avg_level log_level;   /* AMDVGPU_LOG */
+    const char *log_file;       /* AMDVGPU_LOG_FILE; NULL: standard error */
     uint64_t vram_limit;        /* AMDVGPU_VRAM, per GPU; UINT64_MAX: not given */
     int cus_given;
     struct avg_mask cus;        /* AMDVGPU_CUS */
@@ -117,11 +124,20 @@ int avg_open_as_program(const char *path, int flags);
 
 struct avg_entry { uint64_t inode; int64_t offset; uint16_t bytes; uint8_t type; char name[]; }; /* of getdents64 */
 
-/* One line on standard error, once per process and kind. */
+/* One line, once per process and kind, unless AMDVGPU_LOG is off. */
 enum avg_message {
-    AVG_SAY_POLICY, AVG_SAY_LEDGER, AVG_SAY_LIMIT, AVG_SAY_SLOTS, AVG_SAY_FOREIGN, AVG_SAY_MASK_REFUSED, AVG_SAY_MASK_STALE,
+    AVG_SAY_POLICY, AVG_SAY_LEDGER, AVG_SAY_LIMIT, AVG_SAY_SLOTS, AVG_SAY_FOREIGN, AVG_SAY_MASK_REFUSED, AVG_SAY_MASK_STALE, AVG_SAY_CUS,
     AVG_SAY_TABLE, AVG_SAY_USER_QUEUE, AVG_SAY_DOOR,
 };
 void avg_say(struct avg_process *process, enum avg_message kind, const char *first, const char *second);
+
+/* Whether events of `level` are wanted: to be asked before anything is put together for avg_tell. */
+static inline int avg_wants(const struct avg_process *process, enum avg_level level) {
+    return __builtin_expect(process->log_level >= level, 0);
+}
+
+/* One event: "<what> gpu=<gpu_id> <name>=<value> ...", values by name until a name is NULL. */
+struct avg_pair { const char *name; uint64_t value; int hex; };
+void avg_tell(struct avg_process *process, enum avg_level level, const char *what, const struct avg_pair *pairs);
 
 #endif

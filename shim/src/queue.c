@@ -28,7 +28,7 @@ static uint32_t priority_ceiling(struct avg_process *process, uint32_t gpu_id) {
     uint32_t ceiling = count ? 0 : AVG_PRIORITY_NONE;
     for (int i = 0; i < count; i++)
         if (covers[i].entry->priority > ceiling) ceiling = covers[i].entry->priority;
-    return ceiling;
+    return count && ceiling > process->priority_limit ? process->priority_limit : ceiling;
 }
 
 static void note(struct avg_process *process, uint32_t gpu_id, uint64_t notes) {
@@ -128,6 +128,13 @@ int avg_create_queue(int fd, unsigned long request, struct kfd_create_queue *ask
             live = avg_covers(process, gpu_id, &cover, 1) && cover.entry->flags & AVG_GPU_UNMASKED_OK;
         }
         struct avg_queue *queue = live ? queue_of(process, queue_id, 1) : NULL;
+        if (avg_wants(process, AVG_LOG_INFO)) {
+            uint64_t cus = 0;
+            for (uint32_t bit = 0; masked && bit < AVG_MASK_WORDS * 64; bit++) cus += (uint64_t)avg_mask_bit(&rule.mask, bit);
+            struct avg_pair pairs[] = {{"gpu", gpu_id, 0}, {"queue", queue_id, 0}, {"priority", avg_min(priority, ceiling), 0},
+                                       {"cus", masked ? cus : 0, 0}, {"mask", masked ? rule.mask.word[0] : 0, 1}, {"refused", (uint64_t)refused & 1, 0}, {0}};
+            avg_tell(process, AVG_LOG_INFO, masked ? "queue masked" : "queue without a mask", pairs);
+        }
         if (queue) *queue = (struct avg_queue){gpu_id, masked && !refused, rule.mask};
         else live = 0; /* a queue we could not remember could be widened later */
         avg_process_leave(process);

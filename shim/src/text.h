@@ -43,6 +43,18 @@ static inline uint64_t avg_parse_size(const char *text) {
     return bytes >> 63 ? 0 : (uint64_t)bytes;
 }
 
+/* Bytes of a whole number with at most K, M, G or T, all powers of 1024 (HIP_DEVICE_MEMORY_LIMIT); 0 where it is none. */
+static inline uint64_t avg_parse_binary_size(const char *text) {
+    if (*text < '0' || *text > '9') return 0;
+    uint64_t bytes = avg_number(&text);
+    char letter = *text | 0x20;
+    int power = letter == 'k' ? 1 : letter == 'm' ? 2 : letter == 'g' ? 3 : letter == 't' ? 4 : 0;
+    if (power) text++;
+    if (power && (*text | 0x20) == 'i') text++;
+    if ((*text | 0x20) == 'b') text++;
+    return *text || bytes > (UINT64_MAX >> 1) >> power * 10 ? 0 : bytes << power * 10;
+}
+
 /* The CU list `text` as a mask; 0 where it is none. */
 static inline int avg_parse_cus(const char *text, struct avg_mask *mask) {
     *mask = (struct avg_mask){{0}};

@@ -78,6 +78,8 @@ def test_the_lease_is_asked_for_this_process_and_released_when_the_command_ends(
             "gpus": 2,
             "on": ["0", "1"],
             "spread": "spread",
+            "priority": "normal",
+            "oversubscribe": False,
         },
         "holder": "amdvgpuctl run true",
         "pid": process.pid,

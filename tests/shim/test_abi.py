@@ -81,6 +81,8 @@ def test_nothing_has_moved_since_version_1() -> None:
         "avg_ledger.gpu_count": 20,
         "avg_ledger.slice_key": 24,
         "avg_ledger.occupied": 32,
+        "avg_ledger.first_owner": 48,
+        "avg_ledger.first_start": 56,
         "avg_ledger.past": 256,
     }
 

@@ -522,7 +522,9 @@ def test_mounted_slices_are_obeyed_and_none_can_be_added_by_the_environment(mach
     shutil.copytree(machine.root / "slices/a", extra)
     play = f"{machine.built.drive} alloc:1000:{500 * MIB} alloc:1000:{500 * MIB} bank:1"
     script = f"""
-        mount -t tmpfs none /run && mkdir /run/amdvgpu && mount --bind {machine.root}/slices /run/amdvgpu
+        mount -t tmpfs none /run && mkdir /run/amdvgpu && mkdir /run/amdvgpu/a
+        mount --bind {machine.root}/slices/a /run/amdvgpu/a && mount -o remount,bind,ro /run/amdvgpu/a
+        mount --bind {machine.root}/slices/a/ledger /run/amdvgpu/a/ledger
         export AMDVGPU_SLICE_DIR={extra} LD_PRELOAD="{machine.built.gate} {machine.built.stub}"
         exec {play}
     """
@@ -532,3 +534,32 @@ def test_mounted_slices_are_obeyed_and_none_can_be_added_by_the_environment(mach
     answers = [line.partition(" -> ")[2] for line in done.stdout.splitlines()]
     assert answers[:2] == ["ok", "ENOMEM"]
     assert f"size_in_bytes {600 * MIB};" in answers[2]
+
+
+@pytest.mark.root
+def test_a_directory_that_anybody_here_could_have_written_is_no_slice(machine: Machine) -> None:
+    """What a finished run left on the host, or a container's root made to have more."""
+    machine.slice("a", (0, 600, None))
+    machine.slice("forged", (0, 6000, None))
+    machine.directories.pop()
+    script = f"""
+        mount -t tmpfs none /run && mkdir -p /run/amdvgpu/left && cp -r {machine.root}/slices/forged /run/amdvgpu
+        export LD_PRELOAD="{machine.built.gate} {machine.built.stub}"
+        exec {machine.built.drive} alloc:1000:{500 * MIB} alloc:1000:{500 * MIB}
+    """
+    environment = {k: v for k, v in machine.environment().items() if k != "LD_PRELOAD"}
+    command = ["unshare", "--mount", "sh", "-c", script]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert [line.partition(" -> ")[2] for line in done.stdout.splitlines()] == ["ok", "ENOMEM"]
+    named = {**environment, "AMDVGPU_SLICE": "a"}
+    del named["AMDVGPU_SLICE_DIR"]
+    done = subprocess.run(command, env=named, capture_output=True, text=True, check=True)
+    assert [line.partition(" -> ")[2] for line in done.stdout.splitlines()] == ["ENOMEM", "ENOMEM"]
+    assert done.stderr == "amdvgpu: AMDVGPU_SLICE names a slice, but none is mounted here: VRAM is refused: a\n"
+
+
+def test_a_tasks_priority_lowers_the_slices_and_never_raises_it(machine: Machine) -> None:
+    machine.slice("a", (0, 600, None))
+    for asked in ("0", "1", "2"):
+        assert machine.play("queue:1000:2:15", AMD_TASK_PRIORITY=asked) == ["ok 1"]
+    assert [r.split("priority=")[1] for r in machine.requests()] == ["7 -> 0", "3 -> 0", "3 -> 0"]

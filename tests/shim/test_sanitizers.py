@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tests.shim.conftest import Built, Machine
 
 SHIM = Path(__file__).resolve().parents[2] / "shim"
-SOURCES = ("memory", "drm", "queue", "process", "ledger", "environ", "next")
+SOURCES = ("memory", "drm", "queue", "process", "ledger", "environ", "standalone", "next")
 
 
 @pytest.fixture(scope="session")

@@ -126,7 +126,8 @@ struct avg_past {
     uint64_t denials;           /* R */
     uint64_t denied_bytes;      /* R */
     uint64_t reclaimed_bytes;   /* R: charges of dead processes given back to the slice */
-    uint64_t reserved[2];
+    uint64_t kfd_gpu_id;        /* G: without a daemon, whose cells these are; 0 where the policy tells */
+    uint64_t reserved;
 };
 
 /* The head of the ledger file; AVG_SLOTS slots follow at AVG_LEDGER_HEAD_BYTES. */
@@ -140,7 +141,9 @@ struct avg_ledger {
     uint64_t occupied[2];       /* G R: bit i%64 of word i/64: slot i may hold bytes. Set after a claim and before the first
                                  * byte, cleared by whoever reclaims, before the slot is free: so both under ownership
                                  * of the slot. A sum looks at these slots only */
-    uint64_t reserved[26];
+    uint64_t first_owner;       /* G: without a daemon, pid namespace and pid of the process that the limit started with */
+    uint64_t first_start;       /* G: and its start time */
+    uint64_t reserved[24];
     struct avg_past past[AVG_MAX_GPUS];
     uint64_t reserved1[96];
 };
@@ -203,6 +206,7 @@ AVG_AT(avg_slot, cookie, 16);
 AVG_AT(avg_slot, notes, 32);
 AVG_SIZE(avg_slot, AVG_SLOT_HEAD_BYTES);
 AVG_AT(avg_past, reclaimed_bytes, 40);
+AVG_AT(avg_past, kfd_gpu_id, 48);
 AVG_SIZE(avg_past, 64);
 AVG_AT(avg_ledger, magic, 0);
 AVG_AT(avg_ledger, version, 8);
@@ -211,6 +215,7 @@ AVG_AT(avg_ledger, slot_bytes, 16);
 AVG_AT(avg_ledger, gpu_count, 20);
 AVG_AT(avg_ledger, slice_key, 24);
 AVG_AT(avg_ledger, occupied, 32);
+AVG_AT(avg_ledger, first_owner, 48);
 AVG_AT(avg_ledger, past, 256);
 AVG_SIZE(avg_ledger, AVG_LEDGER_HEAD_BYTES);
 
