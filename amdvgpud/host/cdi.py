@@ -22,9 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+import msgspec
+
 from amdvgpud.core.cumask import layout_hash
 from amdvgpud.core.errors import AmdvgpuError, Invalid
-from amdvgpud.core.model import Inventory, Partition, Slice
+from amdvgpud.core.model import Inventory, Partition, Slice, SliceName
 from amdvgpud.core.render import slice_environment
 from amdvgpud.node import CdiStatus
 
@@ -298,7 +300,8 @@ def format_spec(spec: Spec) -> bytes:
 
 
 def _bytes(document: Mapping[str, object]) -> bytes:
-    return (json.dumps(document, indent=2) + "\n").encode()
+    # Told to indent, json does without its C encoder: 30 ms instead of 3 for 500 devices, at each change of a slice.
+    return msgspec.json.format(json.dumps(document).encode(), indent=2) + b"\n"
 
 
 def _document(
@@ -581,6 +584,8 @@ class CdiFile:
         self._card_nodes = card_nodes
         self._standard_dirs = tuple(standard_dirs)
         self._status = CdiStatus(str(self.path), written=self.path.exists(), error=None, conflicts=())
+        self._rendered: dict[str, tuple[Slice, Inventory, Device]] = {}
+        """Devices as of the last :meth:`publish`: of hundreds, a change of one slice changes one."""
 
     # ------------------------------------------------------------------------------------------------ CdiSpecs
 
@@ -600,6 +605,8 @@ class CdiFile:
                 replace_file(self._run_dir / "ld.so.preload", self._preload())
                 replace_file(self.path, data)
                 written = True
+                items = {item.name: item for item in slices}
+                self._rendered = {d.name: (items[SliceName(d.name)], inventory, d) for d in devices}
             else:
                 remove_file(self.path)  # readers refuse an empty list of devices
         except (AmdvgpuError, OSError) as failure:
@@ -623,8 +630,14 @@ class CdiFile:
     def _devices(self, slices: Iterable[Slice], inventory: Inventory) -> tuple[Device, ...]:
         """One device a live slice, by name. Lost ones are left out: a name that cannot be resolved is a clear error
         at container start, a mask cut for another layout is somebody else's silicon."""
-        found = ((item, _live_partitions(item, inventory)) for item in slices)
-        devices = [self._device(item, places, inventory) for item, places in found if places]
+        devices = []
+        for item in slices:
+            before, on, device = self._rendered.get(item.name, (None, None, None))
+            # The very same objects: comparing them would cost as much as rendering. Card nodes are looked up on disk.
+            if device is not None and before is item and on is inventory and not self._card_nodes:
+                devices.append(device)
+            elif places := _live_partitions(item, inventory):
+                devices.append(self._device(item, places, inventory))
         return tuple(sorted(devices, key=lambda d: d.name))
 
     def _device(self, item: Slice, places: tuple[Partition, ...], inventory: Inventory) -> Device:

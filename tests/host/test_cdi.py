@@ -486,6 +486,18 @@ def test_the_same_slices_again_do_not_touch_the_file(there: CdiFile) -> None:
     assert (there.path.stat().st_ino, there.path.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
 
+def test_another_slice_of_the_same_name_or_another_machine_is_never_shown_as_it_was_before(there: CdiFile) -> None:
+    alice = a_slice("alice", 0)
+    there.publish([alice], INVENTORY)
+    assert edits_of(there.render([a_slice("alice", 1)], INVENTORY), "alice").device_nodes[0].path.endswith("129")
+    gpu = INVENTORY.gpus[0]
+    moved = Inventory((replace(gpu, partitions=(replace(gpu.partitions[0], render_minor=200),)),))
+    there.publish([alice], moved)
+    assert edits_of(json.loads(there.path.read_text()), "alice").device_nodes[0].path == "/dev/dri/renderD200"
+    there.publish([alice], Inventory())
+    assert not there.path.exists()
+
+
 def test_a_changed_file_is_another_inode_so_that_a_reader_keeps_the_whole_old_one(there: CdiFile) -> None:
     there.publish([a_slice("alice", 0)], INVENTORY)
     with there.path.open() as reader:
