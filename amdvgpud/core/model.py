@@ -27,7 +27,6 @@ SliceName = NewType("SliceName", str)
 
 LeaseId = NewType("LeaseId", str)
 
-NO_PARTITIONS: Final = "SPX"
 MAX_GPUS_PER_SLICE: Final = 16
 """Entries a policy file has room for (``AVG_MAX_GPUS`` of the shared header; compared by a test)."""
 
