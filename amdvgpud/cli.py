@@ -50,6 +50,9 @@ RELOADED: Final = frozenset({"tick_s", "rescan_s", "log_level"})
 """Settings that a reload puts in force; the others are said to wait for a restart."""
 
 
+SWITCH_ALLOWANCE_S: Final = 30
+"""What the start may take longer for each GPU that the configuration may have cut anew; guessed, generously."""
+
 # ---------------------------------------------------------------------------------------------- putting it together
 
 
@@ -210,7 +213,11 @@ class Daemon:
         node = self._parts.node
         await node.start()
         # Before the doors open: nobody has been given anything of a GPU that is about to be cut anew.
-        await node.apply_targets(parse_targets(self._settings.partition_target))
+        if targets := parse_targets(self._settings.partition_target):
+            # A switch takes seconds, and there may be many: systemd must not take that for a start that hangs.
+            allowed_s = SWITCH_ALLOWANCE_S * (1 + len(node.view().inventory.gpus))
+            self._supervisor.notify(f"EXTEND_TIMEOUT_USEC={allowed_s * 1_000_000}", "STATUS=Partitioning GPUs")
+            await node.apply_targets(targets)
         api = self._api()
         try:
             await self._open_doors(api)
