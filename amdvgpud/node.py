@@ -669,7 +669,7 @@ class Node:
         reasons, idle = [], []
         for item in slices:
             lease = self._book.lease_of(item.name)
-            processes = self._usage[item.name].processes
+            processes = self._usage.get(item.name, Usage(item.name)).processes
             if lease is not None:
                 reasons.append(f"lease {lease.id} ({lease.holder.text or 'no name given'}) holds slice {item.name}")
             elif processes:

@@ -179,7 +179,10 @@ class Endpoints:
             await self._node.set_oversubscription(gpu.id, body.oversubscription)
         if body.cordoned is not UNSET:
             await self._node.set_cordoned(gpu.id, body.cordoned)
-        return self._gpu_reply(self._node.view(), gpu)
+        now = self._node.view()
+        there = now.inventory.gpu(gpu.id)
+        # Cut anew or pulled out meanwhile: the picture and the GPU in it have to be of one moment.
+        return self._gpu_reply(now, there) if there else self._gpu_reply(replace(now, inventory=view.inventory), gpu)
 
     async def put_gpu_partition(self, call: Call, query: routes.PartitionQuery, body: wire.PartitionSpec) -> Reply:
         view = self._node.view()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from amdvgpud.core.model import Inventory
 from amdvgpud.serve.endpoints import Process
 
 GIB = 1024**3
@@ -172,6 +174,25 @@ async def test_a_list_waits_until_the_revision_is_another_one(desk: Any) -> None
     assert [s["name"] for s in (await waiting).json["slices"]] == ["alice"]
     # A revision that this daemon has never had is from another life: answered at once.
     assert (await desk.ask("GET", "/v1/slices?since=99&wait=15s")).json["revision"] == 1
+
+
+@pytest.mark.parametrize("left", ["other partitions", "nothing"])
+async def test_a_gpu_that_changes_while_it_is_set_is_answered_all_the_same(
+    desk: Any, left: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_cordoned = desk.node.set_cordoned
+    gpu = desk.sysfs.inventory.gpus[0]
+    cut = replace(gpu, partitions=(replace(gpu.partitions[0], id=f"{GPU0}/1", index=1),))
+
+    async def set_and_cut(*arguments: Any) -> None:
+        await set_cordoned(*arguments)
+        desk.sysfs.inventory = Inventory((cut,) if left == "other partitions" else ())
+        await desk.node.rescan()
+
+    monkeypatch.setattr(desk.node, "set_cordoned", set_and_cut)
+    answer = await desk.ask("PATCH", f"/v1/gpus/{GPU0}", {"cordoned": True})
+    shown = [p["index"] for p in answer.json["partitions"]]
+    assert (answer.status, answer.json["cordoned"], shown) == (200, True, [1 if left == "other partitions" else 0])
 
 
 async def test_gpus_show_what_is_promised_and_what_an_operator_has_set(desk: Any) -> None:
