@@ -13,6 +13,7 @@
 
 #include "drm.h"
 #include "environ.h"
+#include "gate.h"
 #include "memory.h"
 #include "next.h"
 #include "os.h"
@@ -57,22 +58,61 @@ static int pass(int fd, unsigned long request, void *argument) {
 }
 
 /* Requests of a render node. */
-static int on_drm(int fd, unsigned long request, void *argument) {
+static int on_drm(int fd, unsigned long request, void *argument, avg_request *next) {
     switch (_IOC_NR(request)) {
     case _IOC_NR(DRM_GEM_CLOSE):
-        if (kfd_is(request, DRM_GEM_CLOSE)) return avg_gem_close(fd, request, argument, pass);
+        if (kfd_is(request, DRM_GEM_CLOSE)) return avg_gem_close(fd, request, argument, next);
         break;
     case _IOC_NR(DRM_GEM_CREATE):
-        if (kfd_is(request, DRM_GEM_CREATE)) return avg_gem_create(fd, request, argument, pass);
+        if (kfd_is(request, DRM_GEM_CREATE)) return avg_gem_create(fd, request, argument, next);
         break;
     case _IOC_NR(DRM_INFO):
-        if (kfd_is(request, DRM_INFO)) return avg_drm_info(fd, request, argument, pass);
+        if (kfd_is(request, DRM_INFO)) return avg_drm_info(fd, request, argument, next);
         break;
     case _IOC_NR(DRM_USER_QUEUE):
-        if (kfd_is(request, DRM_USER_QUEUE)) return avg_user_queue(fd, request, argument, pass);
+        if (kfd_is(request, DRM_USER_QUEUE)) return avg_user_queue(fd, request, argument, next);
         break;
     }
-    return pass(fd, request, argument);
+    return next(fd, request, argument);
+}
+
+int avg_request_of_interest(unsigned long request, const void *argument) {
+    if (__builtin_expect((_IOC_TYPE(request) != 'K' && _IOC_TYPE(request) != 'd') || !argument || !_IOC_DIR(request), 1))
+        return request == KFD_CREATE_PROCESS;
+    return 1;
+}
+
+int avg_gate(int fd, unsigned long request, void *argument, avg_request *next) {
+    if (_IOC_TYPE(request) == 'd') return on_drm(fd, request, argument, next);
+    if (request == KFD_CREATE_PROCESS) return avg_other_door(fd, request, argument, next);
+    switch (_IOC_NR(request)) {
+    case _IOC_NR(KFD_ALLOC_MEMORY):
+        if (kfd_is(request, KFD_ALLOC_MEMORY)) return avg_alloc_memory(fd, request, argument, next);
+        break;
+    case _IOC_NR(KFD_FREE_MEMORY):
+        if (kfd_is(request, KFD_FREE_MEMORY)) return avg_free_memory(fd, request, argument, next);
+        break;
+    case _IOC_NR(KFD_AVAILABLE_MEMORY):
+        if (kfd_is(request, KFD_AVAILABLE_MEMORY)) return avg_available_memory(fd, request, argument, next);
+        break;
+    case _IOC_NR(KFD_CREATE_QUEUE):
+        if (kfd_is(request, KFD_CREATE_QUEUE)) return avg_create_queue(fd, request, argument, next);
+        break;
+    case _IOC_NR(KFD_UPDATE_QUEUE):
+        if (kfd_is(request, KFD_UPDATE_QUEUE)) return avg_update_queue(fd, request, argument, next);
+        break;
+    case _IOC_NR(KFD_DESTROY_QUEUE):
+        if (kfd_is(request, KFD_DESTROY_QUEUE)) return avg_destroy_queue(fd, request, argument, next);
+        break;
+    case _IOC_NR(KFD_SET_CU_MASK):
+        if (kfd_is(request, KFD_SET_CU_MASK)) return avg_set_cu_mask(fd, request, argument, next);
+        break;
+    case _IOC_NR(KFD_CRIU):
+        if (kfd_is(request, KFD_CRIU) && ((struct kfd_criu *)argument)->op == KFD_CRIU_RESTORE)
+            return avg_other_door(fd, request, argument, next);
+        break;
+    }
+    return next(fd, request, argument);
 }
 
 EXPORTED int ioctl(int fd, unsigned long request, ...) {
@@ -80,40 +120,8 @@ EXPORTED int ioctl(int fd, unsigned long request, ...) {
     va_start(arguments, request);
     void *argument = va_arg(arguments, void *);
     va_end(arguments);
-    if (__builtin_expect((_IOC_TYPE(request) != 'K' && _IOC_TYPE(request) != 'd') || !argument || !_IOC_DIR(request), 1)) {
-        if (request == KFD_CREATE_PROCESS && !is_passive()) return avg_other_door(fd, request, argument, pass);
-        return pass(fd, request, argument);
-    }
-    if (is_passive()) return pass(fd, request, argument);
-    if (_IOC_TYPE(request) == 'd') return on_drm(fd, request, argument);
-    switch (_IOC_NR(request)) {
-    case _IOC_NR(KFD_ALLOC_MEMORY):
-        if (kfd_is(request, KFD_ALLOC_MEMORY)) return avg_alloc_memory(fd, request, argument, pass);
-        break;
-    case _IOC_NR(KFD_FREE_MEMORY):
-        if (kfd_is(request, KFD_FREE_MEMORY)) return avg_free_memory(fd, request, argument, pass);
-        break;
-    case _IOC_NR(KFD_AVAILABLE_MEMORY):
-        if (kfd_is(request, KFD_AVAILABLE_MEMORY)) return avg_available_memory(fd, request, argument, pass);
-        break;
-    case _IOC_NR(KFD_CREATE_QUEUE):
-        if (kfd_is(request, KFD_CREATE_QUEUE)) return avg_create_queue(fd, request, argument, pass);
-        break;
-    case _IOC_NR(KFD_UPDATE_QUEUE):
-        if (kfd_is(request, KFD_UPDATE_QUEUE)) return avg_update_queue(fd, request, argument, pass);
-        break;
-    case _IOC_NR(KFD_DESTROY_QUEUE):
-        if (kfd_is(request, KFD_DESTROY_QUEUE)) return avg_destroy_queue(fd, request, argument, pass);
-        break;
-    case _IOC_NR(KFD_SET_CU_MASK):
-        if (kfd_is(request, KFD_SET_CU_MASK)) return avg_set_cu_mask(fd, request, argument, pass);
-        break;
-    case _IOC_NR(KFD_CRIU):
-        if (kfd_is(request, KFD_CRIU) && ((struct kfd_criu *)argument)->op == KFD_CRIU_RESTORE)
-            return avg_other_door(fd, request, argument, pass);
-        break;
-    }
-    return pass(fd, request, argument);
+    if (!avg_request_of_interest(request, argument) || is_passive()) return pass(fd, request, argument);
+    return avg_gate(fd, request, argument, pass);
 }
 
 /* ---------------------------------------------------------------------------------------------------------- fopen */
@@ -162,6 +170,14 @@ static void show_slice(FILE *file, const char *path, long node) {
     avg_close(memory);
 }
 
+void avg_opened(FILE *file, const char *path) {
+    long node = memory_bank_node(path);
+    if (node < 0 && !avg_is_memory_file(path)) return;
+    int error = errno;
+    show_slice(file, path, node);
+    errno = error;
+}
+
 typedef FILE *fopen_function(const char *, const char *);
 
 static FILE *open_with(fopen_function **next, const char *name, const char *path, const char *mode) {
@@ -175,12 +191,7 @@ static FILE *open_with(fopen_function **next, const char *name, const char *path
         __atomic_store_n(next, found, __ATOMIC_RELEASE);
     }
     FILE *file = found(path, mode);
-    if (!file) return NULL;
-    long node = memory_bank_node(path);
-    if ((node < 0 && !avg_is_memory_file(path)) || is_passive()) return file;
-    int error = errno;
-    show_slice(file, path, node);
-    errno = error;
+    if (file && !is_passive()) avg_opened(file, path);
     return file;
 }
 

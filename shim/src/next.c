@@ -55,6 +55,23 @@ static const ElfW(Sym) *by_sysv_hash(const struct search *search, const uint32_t
     return NULL;
 }
 
+static const ElfW(Sym) *symbol_in(const struct search *search, const struct dl_phdr_info *object, const ElfW(Dyn) *dynamic) {
+    const ElfW(Sym) *symbols = NULL;
+    const char *strings = NULL;
+    const uint32_t *gnu = NULL, *sysv = NULL;
+    const uint16_t *versions = NULL;
+    for (; dynamic && dynamic->d_tag != DT_NULL; dynamic++) {
+        const void *at = absolute(object, dynamic->d_un.d_ptr);
+        if (dynamic->d_tag == DT_SYMTAB) symbols = at;
+        if (dynamic->d_tag == DT_STRTAB) strings = at;
+        if (dynamic->d_tag == DT_GNU_HASH) gnu = at;
+        if (dynamic->d_tag == DT_HASH) sysv = at;
+        if (dynamic->d_tag == DT_VERSYM) versions = at;
+    }
+    if (!symbols || !strings) return NULL;
+    return gnu ? by_gnu_hash(search, gnu, symbols, strings, versions) : sysv ? by_sysv_hash(search, sysv, symbols, strings) : NULL;
+}
+
 static int visit(struct dl_phdr_info *object, size_t bytes, void *data) {
     struct search *search = data;
     (void)bytes;
@@ -70,25 +87,25 @@ static int visit(struct dl_phdr_info *object, size_t bytes, void *data) {
         search->past_ours = 1;
         return 0;
     }
-    if (!search->past_ours || !dynamic) return 0;
-    const ElfW(Sym) *symbols = NULL, *symbol = NULL;
-    const char *strings = NULL;
-    const uint32_t *gnu = NULL, *sysv = NULL;
-    const uint16_t *versions = NULL;
-    for (; dynamic->d_tag != DT_NULL; dynamic++) {
-        const void *at = absolute(object, dynamic->d_un.d_ptr);
-        if (dynamic->d_tag == DT_SYMTAB) symbols = at;
-        if (dynamic->d_tag == DT_STRTAB) strings = at;
-        if (dynamic->d_tag == DT_GNU_HASH) gnu = at;
-        if (dynamic->d_tag == DT_HASH) sysv = at;
-        if (dynamic->d_tag == DT_VERSYM) versions = at;
-    }
-    if (!symbols || !strings) return 0;
-    if (gnu) symbol = by_gnu_hash(search, gnu, symbols, strings, versions);
-    else if (sysv) symbol = by_sysv_hash(search, sysv, symbols, strings);
+    if (!search->past_ours) return 0;
+    const ElfW(Sym) *symbol = symbol_in(search, object, dynamic);
     if (!symbol) return 0;
     search->found = (void *)(object->dlpi_addr + symbol->st_value);
     return 1;
+}
+
+const ElfW(Sym) *avg_symbol_in(const struct dl_phdr_info *object, const char *name) {
+    struct search search = {.name = name, .gnu_hash = gnu_hash_of(name)};
+    for (int i = 0; i < object->dlpi_phnum; i++)
+        if (object->dlpi_phdr[i].p_type == PT_DYNAMIC)
+            return symbol_in(&search, object, (const ElfW(Dyn) *)(object->dlpi_addr + object->dlpi_phdr[i].p_vaddr));
+    return NULL;
+}
+
+const ElfW(Sym) *avg_symbol_at(ElfW(Addr) base, const ElfW(Dyn) *dynamic, const char *name) {
+    struct search search = {.name = name, .gnu_hash = gnu_hash_of(name)};
+    struct dl_phdr_info object = {.dlpi_addr = base};
+    return symbol_in(&search, &object, dynamic);
 }
 
 void *avg_next(const char *name) {

@@ -241,7 +241,7 @@ static void load(struct avg_process *process) {
         process->barred = 1; /* its mount failed, or somebody has moved it away */
         avg_say(process, AVG_SAY_POLICY, "AMDVGPU_SLICE names a slice, but none is mounted here: VRAM is refused: ", granted);
     }
-    if (process->slice_count || process->barred) {
+    if ((process->slice_count || process->barred) && !process->self.secure) {
         if ((text = avg_env("AMDVGPU_VRAM")) && !(process->vram_limit = avg_vram_limit_of(text))) {
             process->limit_bad = 1;
             avg_say(process, AVG_SAY_LIMIT, "AMDVGPU_VRAM is no size; VRAM is refused: ", text);
@@ -255,7 +255,7 @@ static void load(struct avg_process *process) {
         else avg_stand_alone(process);
     }
     /* 0 is the highest; whatever else is said is less. It lowers what the slice has, and never raises it. */
-    if ((text = avg_env("AMD_TASK_PRIORITY")) && !avg_equal(text, "0")) process->priority_limit = 3;
+    if ((text = avg_env("AMD_TASK_PRIORITY")) && !process->self.secure && !avg_equal(text, "0")) process->priority_limit = 3;
     /* exec gave back what the last image held; its charge must not wait for the next allocation of ours. */
     for (int i = 0; i < process->slice_count; i++) avg_forget_past_image(&process->slice[i], &process->self);
     process->ready = 1;
@@ -464,11 +464,12 @@ void avg_charge_drop_file(struct avg_process *process, uint32_t file) {
 
 int avg_process_has_files(void) { return __atomic_load_n(&kept.process.file_charges, __ATOMIC_RELAXED) != 0; }
 
+avg_open_function *avg_program_open;
+
 int avg_open_as_program(const char *path, int flags) {
-    static int (*next_open)(const char *, int, ...);
     int error = errno;
-    if (!next_open) next_open = (int (*)(const char *, int, ...))avg_next("open");
-    int fd = next_open ? next_open(path, flags | O_CLOEXEC) : (int)AVG_SYS(openat, AT_FDCWD, path, flags | O_CLOEXEC, 0);
+    if (!avg_program_open) avg_program_open = (avg_open_function *)avg_next("open");
+    int fd = avg_program_open ? avg_program_open(path, flags | O_CLOEXEC) : (int)AVG_SYS(openat, AT_FDCWD, path, flags | O_CLOEXEC, 0);
     errno = error;
     return fd < 0 ? -1 : fd;
 }

@@ -121,6 +121,8 @@ void avg_forget_closed_files(struct avg_process *process);
 
 /* open(2) as the program would have it, an emulator's paths included; -1 where that fails. Leaves errno alone. */
 int avg_open_as_program(const char *path, int flags);
+typedef int avg_open_function(const char *, int, ...);
+extern avg_open_function *avg_program_open; /* the program's, where our own libc is not the program's (audit.c) */
 
 struct avg_entry { uint64_t inode; int64_t offset; uint16_t bytes; uint8_t type; char name[]; }; /* of getdents64 */
 
