@@ -562,7 +562,8 @@ class Node:
         await self._become(self._book.with_cordoned(self._book.cordoned ^ {gpu}))
         self._tell("gpu.cordoned" if cordoned else "gpu.uncordoned", gpu, "set by an operator")
 
-    async def _set_oversubscription(self, gpu: GpuId, ratio: float) -> None:
+    def check_oversubscription(self, gpu: GpuId, ratio: float) -> None:
+        """Raises what :meth:`set_oversubscription` would; nothing changes."""
         if ratio < 1:
             raise Invalid.field("/oversubscription", f"{ratio:g} is below 1, which would withhold VRAM: at least 1")
         for partition in self._gpu(gpu).partitions:
@@ -577,6 +578,9 @@ class Node:
                     f"{partition.id} has {promised} bytes promised of {partition.vram_bytes}: "
                     f"a ratio of {ratio:g} would break a promise; delete or shrink slices first"
                 )
+
+    async def _set_oversubscription(self, gpu: GpuId, ratio: float) -> None:
+        self.check_oversubscription(gpu, ratio)
         ratios = {g: r for g, r in self._book.oversubscription.items() if g != gpu} | (
             {gpu: ratio} if ratio > 1 else {}
         )

@@ -172,6 +172,7 @@ class Endpoints:
             if body.cordoned is not UNSET:
                 book = book.with_cordoned(book.cordoned | {gpu.id} if body.cordoned else book.cordoned - {gpu.id})
             if body.oversubscription is not UNSET:
+                self._node.check_oversubscription(gpu.id, body.oversubscription)
                 book = book.with_oversubscription({**book.oversubscription, gpu.id: body.oversubscription})
             return self._gpu_reply(replace(view, book=replace(book, revision=view.book.revision)), gpu)
         # The one that can be refused goes first, so that a refusal leaves nothing half done.

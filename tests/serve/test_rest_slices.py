@@ -176,6 +176,19 @@ async def test_a_list_waits_until_the_revision_is_another_one(desk: Any) -> None
     assert (await desk.ask("GET", "/v1/slices?since=99&wait=15s")).json["revision"] == 1
 
 
+async def test_a_ratio_that_would_break_a_promise_is_refused_by_a_dry_run_too(desk: Any) -> None:
+    path = f"/v1/gpus/{GPU0}"
+    await desk.ask("PATCH", path, {"oversubscription": 2})
+    for name in ("a", "b"):
+        await desk.ask("PUT", f"/v1/slices/{name}", {"vram": "128GiB", "compute": "25%", "on": ["0"]})
+    asked = {"oversubscription": 1.25}
+    dry, real = await desk.ask("PATCH", f"{path}?dry_run", asked), await desk.ask("PATCH", path, asked)
+    assert (dry.status, dry.json) == (real.status, real.json)
+    assert (real.status, real.json["code"]) == (409, "conflict")
+    assert (await desk.ask("PATCH", f"{path}?dry_run", {"oversubscription": 1.5})).json["oversubscription"] == 1.5
+    assert (await desk.ask("GET", path)).json["oversubscription"] == 2
+
+
 @pytest.mark.parametrize("left", ["other partitions", "nothing"])
 async def test_a_gpu_that_changes_while_it_is_set_is_answered_all_the_same(
     desk: Any, left: str, monkeypatch: pytest.MonkeyPatch
