@@ -167,9 +167,6 @@ def test_root_of_the_container_takes_no_more_after_it_has_tried_to_change_the_po
     assert answers.of("end", "held") == [(ALICE,)], answers.output
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the gate takes any policy below /run/amdvgpu, not only one on a read-only mount"
-)
 def beside_the_mounted_policy_is_no_room(served: Any) -> None:
     """Of two slices of one GPU the quotas add, so root of a container would raise its own by a copy of its policy."""
     copy = "mkdir /run/amdvgpu/more && cp /run/amdvgpu/alice/* /run/amdvgpu/more/;"
