@@ -44,10 +44,26 @@ echo 'import os; print("training in", os.environ.get("AMDVGPU_SLICE", "no slice"
 """
 
 
+_OWN_NETWORK = """
+import fcntl, socket, struct, sys
+SIOCSIFFLAGS, IFF_UP = 0x8914, 1
+with socket.socket() as any_socket:
+    fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sh", b"lo", IFF_UP))
+print("ready", flush=True)
+sys.stdin.read()
+"""
+"""Holds a network namespace with nothing but a loopback: the documents speak of port 9841, which others may have."""
+
+
 @dataclass(frozen=True)
 class Machine:
     corner: Corner
     folder: Path
+    network: int
+    """Process that holds its network namespace."""
+
+    def start(self, *argv: str, log: Path) -> subprocess.Popen[bytes]:
+        return self.corner.start_outside("nsenter", f"--net=/proc/{self.network}/ns/net", "--", *argv, log=log)
 
     def run(self, command: str, variables: Mapping[str, str] = {}, timeout_s: float = 60) -> Finished:
         """``command`` as a reader's bash runs it, in the reader's folder; both streams together."""
@@ -59,7 +75,7 @@ class Machine:
         ]
         log = self.folder / "output"
         in_folder = 'cd /run/reader; exec bash -c "$0"'
-        process = self.corner.start_outside("env", *environment, "bash", "-c", in_folder, command, log=log)
+        process = self.start("env", *environment, "bash", "-c", in_folder, command, log=log)
         try:
             code = process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -72,10 +88,18 @@ class Machine:
 @pytest.fixture(scope="session")
 def reader(containers_conf: Path, glibc_tar: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
     folder = tmp_path_factory.mktemp("reader")
-    for corner in _corner(containers_conf, "runc", "as-is", {IMAGE: glibc_tar}):
-        made = corner.run("sh", "-c", _OWN_FILES)
-        assert made.code == 0, made.output
-        yield Machine(corner, folder)
+    holder = subprocess.Popen(
+        ["unshare", "--net", sys.executable, "-c", _OWN_NETWORK], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"ready\n"
+        for corner in _corner(containers_conf, "runc", "as-is", {IMAGE: glibc_tar}):
+            made = corner.run("sh", "-c", _OWN_FILES)
+            assert made.code == 0, made.output
+            yield Machine(corner, folder, holder.pid)
+    finally:
+        holder.communicate()
 
 
 @pytest.fixture
@@ -86,7 +110,7 @@ def machine(reader: Machine, tmp_path: Path) -> Iterator[Callable[[str], Machine
     def start(simulated: str) -> Machine:
         log = tmp_path / "daemon.log"
         command = (str(BIN / "amdvgpud"), "--simulate", simulated, "--tick-s", "0.2", "--rest-tcp", "127.0.0.1:9841")
-        started.append(reader.corner.start_outside(*command, log=log))
+        started.append(reader.start(*command, log=log))
         socket = str(reader.corner.path("/run/amdvgpud/api.sock"))
 
         def answers() -> bool:
