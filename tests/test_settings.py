@@ -127,3 +127,15 @@ def test_what_is_shown_is_toml_that_reads_back_as_the_same_settings(tmp_path: Pa
     file.write_text(told.output)
     assert shown(read_settings({}, {}, file)) == shown(read_settings({}, {"tick_s": "3", "metrics.compat": "hami"}))
     assert "tick_s = 3.0  # command line --tick-s\n" in told.output
+
+
+def test_partition_targets_are_a_list_or_a_text_with_commas_and_are_checked_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "amdvgpud.toml"
+    file.write_text('[partition]\ntarget = ["all=CPX", "0000:83:00.0=QPX/NPS4"]\n')
+    assert read_settings({}, {}, file).partition_target == ("all=CPX", "0000:83:00.0=QPX/NPS4")
+    assert read_settings({"AMDVGPUD_PARTITION_TARGET": "all=cpx, 0=spx"}, {}).partition_target == ("all=cpx", "0=spx")
+    assert shown(read_settings({}, {}, file))["partition.target"] == ["all=CPX", "0000:83:00.0=QPX/NPS4"]
+    assert read_settings({}, {"partition.target": ""}, file).partition_target == ()
+    for text in ("CPX", "all=CPXX", "all=", "all=CPX/4"):
+        with pytest.raises(Invalid, match=r"partition\.target"):
+            read_settings({}, {"partition.target": text})

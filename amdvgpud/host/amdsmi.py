@@ -1,4 +1,4 @@
-"""A fence around AMD SMI, the optional extra ``amdvgpud[amdsmi]``: market names and a second opinion, nothing else.
+"""A fence around AMD SMI, the optional extra ``amdvgpud[amdsmi]``: market names, memory modes, and a second opinion.
 
 Owns asking the library and comparing its answer with ours. Never a source of ids, of sizes that limits are made from,
 or of which GPUs exist: those come from sysfs, with or without this.
@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
-from amdvgpud.core.model import Gpu, Inventory
+from amdvgpud.core.model import Gpu, Inventory, Profile
 from amdvgpud.host.sysfs import fallback_name
 
 TIMEOUT_S: Final = 10.0
@@ -37,12 +37,24 @@ _LIBRARY_OF_RELEASE: Final = {5: (23,), 6: (24, 25), 7: (26,)}
 
 
 @dataclass(frozen=True, slots=True)
+class SmiProfile:
+    """A partition mode as AMD SMI describes it: it asks the driver about each, which for us would mean writing the
+    driver's selector."""
+
+    index: int
+    mode: str
+    partition_count: int
+    memory_modes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class SmiGpu:
     """What AMD SMI says of one PCI device; None: it does not say."""
 
     market_name: str | None = None
     uuid: str | None = None
     vram_bytes: int | None = None
+    profiles: tuple[SmiProfile, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +119,24 @@ def _parse_gpu(said: Mapping[str, object]) -> SmiGpu:
         market_name=_clean(said.get("market_name")),
         uuid=_clean(said.get("uuid")),
         vram_bytes=vram_bytes if type(vram_bytes) is int and vram_bytes > 0 else None,
+        profiles=_parse_profiles(said.get("profiles")),
     )
+
+
+def _parse_profiles(said: object) -> tuple[SmiProfile, ...]:
+    """Those that make sense: the others are what a misread structure looks like."""
+    found = []
+    for item in said if isinstance(said, list) else []:
+        if not isinstance(item, dict):
+            continue
+        index, mode, count = (item.get(key) for key in ("profile_index", "profile_type", "num_partitions"))
+        caps = item.get("memory_caps")
+        memory = [nps for nps in caps if isinstance(nps, str)] if isinstance(caps, list) else []
+        if not (isinstance(mode, str) and isinstance(index, int) and isinstance(count, int)):
+            continue
+        if re.fullmatch(r"[A-Z]PX", mode) and 0 <= index < 64 and 1 <= count <= 64:
+            found.append(SmiProfile(index, mode, count, tuple(m for m in memory if re.fullmatch(r"NPS[1-9]", m))))
+    return tuple(found)
 
 
 def _clean(text: object) -> str | None:
@@ -147,9 +176,24 @@ def _check_gpu(gpu: Gpu, said: SmiGpu | None, warnings: list[str]) -> Gpu:
         warnings.append(
             f"{gpu.pci_address}: AMD SMI says {said.vram_bytes >> 20} MiB of VRAM, sysfs {gpu.vram_bytes >> 20} MiB"
         )
+    gpu = replace(gpu, profiles=tuple(_check_profile(gpu, profile, said, warnings) for profile in gpu.profiles))
     if said.market_name and gpu.product_name == fallback_name(gpu.gfx_target):
         return replace(gpu, product_name=said.market_name)
     return gpu
+
+
+def _check_profile(gpu: Gpu, profile: Profile, said: SmiGpu, warnings: list[str]) -> Profile:
+    """The memory modes and the index are the driver's own words there, where ours may be a rule and a rank."""
+    theirs = next((p for p in said.profiles if p.mode == profile.mode), None)
+    if theirs is None:
+        return profile
+    if theirs.partition_count != profile.partition_count:
+        warnings.append(
+            f"{gpu.pci_address}: AMD SMI says that {profile.mode} makes {theirs.partition_count} partitions, "
+            f"its XCCs make it {profile.partition_count}"
+        )
+        return profile
+    return replace(profile, index=theirs.index, memory_modes=theirs.memory_modes or profile.memory_modes)
 
 
 def _without_function(uuid: str) -> str:
@@ -182,6 +226,9 @@ def _ask() -> dict[str, object]:
                 "uuid": _or_none(amdsmi.amdsmi_get_gpu_device_uuid, handle),
                 "vram_bytes": _or_none(
                     lambda h: amdsmi.amdsmi_get_gpu_memory_total(h, amdsmi.AmdSmiMemoryType.VRAM), handle
+                ),
+                "profiles": _or_none(
+                    lambda h: amdsmi.amdsmi_get_gpu_accelerator_partition_profile_config(h)["profiles"], handle
                 ),
             },
         )

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from amdvgpud.core.model import CuLayout, Gpu, GpuId, Inventory, Partition, PartitionId
-from amdvgpud.host.amdsmi import Report, SmiGpu, cross_check, read_report
+from amdvgpud.core.model import CuLayout, Gpu, GpuId, Inventory, Partition, PartitionId, Profile
+from amdvgpud.host.amdsmi import Report, SmiGpu, SmiProfile, cross_check, read_report
 
 GIB = 1024**3
 UUID = "afff74a1-0000-1000-8054-e92b0a5d57c8"
@@ -73,6 +73,35 @@ def test_the_market_name_replaces_only_our_fallback() -> None:
     assert cross_check(INVENTORY, report) == replace(INVENTORY, gpus=(a_gpu("MI300X-O"),))
     named = Inventory((a_gpu("AMD Instinct MI300X OAM"),))
     assert cross_check(named, report) == named
+
+
+PROFILES = """
+def amdsmi_get_gpu_accelerator_partition_profile_config(handle):
+    def one(kind, count, index, caps):
+        return {"profile_type": kind, "num_partitions": count, "profile_index": index, "memory_caps": caps,
+                "num_resources": 4, "resources": []}
+    return {"num_profiles": 4, "profiles": [
+        one("SPX", 1, 0, ["NPS1"]), one("CPX", 8, 3, ["NPS1", "NPS2"]), one("QPX", 5, 2, ["NPS1"]),
+        one("N/A", 0, 99, ["N/A"]), "nonsense", one("DPX", -7, 1, None)]}
+"""
+
+
+def test_the_drivers_words_on_partition_modes_are_read_and_what_makes_no_sense_is_left_out(package: Path) -> None:
+    spoil(package, PROFILES)
+    assert read_report().gpus["0000:05:00.0"].profiles == (
+        SmiProfile(0, "SPX", 1, ("NPS1",)),
+        SmiProfile(3, "CPX", 8, ("NPS1", "NPS2")),
+        SmiProfile(2, "QPX", 5, ("NPS1",)),
+    )
+
+
+def test_memory_modes_and_indices_come_from_amd_smi_and_a_count_that_differs_is_said() -> None:
+    ours = (Profile(0, "SPX", 1, 8, ("NPS1",)), Profile(1, "QPX", 4, 2, ("NPS1", "NPS4")), Profile(2, "CPX", 8, 1, ()))
+    theirs = (SmiProfile(3, "CPX", 8, ("NPS1", "NPS2")), SmiProfile(2, "QPX", 5, ("NPS1",)))
+    inventory = Inventory((replace(a_gpu("MI300X"), profiles=ours),))
+    checked = cross_check(inventory, Report({"0000:05:00.0": SmiGpu(None, UUID, 192 * GIB, theirs)}))
+    assert checked.gpus[0].profiles == (ours[0], ours[1], Profile(3, "CPX", 8, 1, ("NPS1", "NPS2")))
+    assert checked.warnings == ("0000:05:00.0: AMD SMI says that QPX makes 5 partitions, its XCCs make it 4",)
 
 
 def test_noise_on_stdout_is_not_the_answer(package: Path) -> None:

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -955,3 +956,34 @@ def test_mending_mends(pair: tuple[Path, list[str], Gpu]) -> None:
     assert SysfsReader(root, name_tables=()).read_inventory().gpus[1] == untouched
     assert all((root / name).is_file() or (root / name).is_symlink() for name in files)
     assert ids(SysfsReader(root, name_tables=()).read_inventory())[0] == "GPU-00000000000000a5"
+
+
+# --------------------------------------------------------------------------------------------------------- profiles
+
+
+def a_partitioned_machine(machine: Machine, **files: Any) -> Gpu:
+    machine.add_gpu("0000:83:00.0", node=1, minor=128, mem_info_vram_total=str(192 * GIB), **files)
+    machine.add_node(1, MI300X, gpu_id=4711, banks=(192 * GIB,), location_id=0x8300, drm_render_minor=128)
+    (gpu,) = machine.read().gpus
+    return gpu
+
+
+def test_a_driver_that_describes_the_selected_profile_is_believed_about_it(machine: Machine) -> None:
+    device = "sys/bus/pci/devices/0000:83:00.0/compute_partition_config"
+    machine.write(f"{device}/supported_xcp_configs", "SPX, DPX, QPX, CPX\n")
+    machine.write(f"{device}/xcp_config", "CPX\n")
+    machine.write(f"{device}/supported_nps_configs", "NPS1, NPS2\n")
+    gpu = a_partitioned_machine(machine, current_compute_partition="SPX", available_memory_partition="NPS1, NPS2, NPS4")
+    assert [(p.mode, p.memory_modes) for p in gpu.profiles] == [
+        ("SPX", ("NPS1",)),
+        ("DPX", ("NPS1", "NPS2")),
+        ("QPX", ("NPS1", "NPS4")),
+        ("CPX", ("NPS1", "NPS2")),  # of CPX the driver speaks; the others are by the rule
+    ]
+
+
+@pytest.mark.parametrize("available", ["", "SPX", "nonsense, !"])
+def test_one_mode_or_none_is_nothing_to_choose_from(machine: Machine, available: str) -> None:
+    """A function of a virtual machine shows the mode that its host has chosen."""
+    gpu = a_partitioned_machine(machine, current_compute_partition="SPX", available_compute_partition=available)
+    assert gpu.profiles == ()
