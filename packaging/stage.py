@@ -123,6 +123,13 @@ def _place_files(into: Path, site: Path) -> None:
         subprocess.run([sys.executable, str(REPOSITORY / "packaging/conffile.py")], stdout=file, check=True)
     for page in sorted((REPOSITORY / "packaging/man").glob("*.[1-9]")):
         _copy(page, into / f"usr/share/man/man{page.suffix[1:]}" / page.name)
+    for folder, wanted in (
+        ("packaging/grafana", "*.json"),
+        ("packaging/prometheus", "amdvgpud*.yml"),
+        ("docs/guide/slurm", "*"),
+    ):
+        for path in sorted((REPOSITORY / folder).glob(wanted)):
+            _copy(path, into / "usr/share/amdvgpud" / Path(folder).name / path.name)
     # By the click that is shipped: its scripts and the program's answers must fit.
     build = [sys.executable, str(REPOSITORY / "packaging/completions/build.py"), str(into / "usr/share")]
     subprocess.run(build, check=True, env={**os.environ, "PYTHONPATH": str(site), "PYTHONDONTWRITEBYTECODE": "1"})
