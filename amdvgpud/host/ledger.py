@@ -20,6 +20,7 @@ import os
 import secrets
 import shutil
 import stat
+import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -634,11 +635,19 @@ class LedgerFiles:
             self._damaged[name] = what
 
     def _own(self, home: Path, owner_uid: int) -> None:
-        """0700 for the owner, whose rootless runtime must pass through to bind the files. The owner could put another
-        directory in its place for its own containers; it could start them without a slice just as well."""
+        """Ours, 0700, and passable for the slice's owner, whose rootless runtime must get through to bind the files.
+
+        By an ACL, not by giving the directory away: its owner could put a link to somebody else's files where root
+        writes the policy, or fill it with more than a removal can walk through.
+        """
         home.chmod(0o700)
-        if os.geteuid() == 0:
-            os.chown(home, owner_uid, -1)
+        if os.geteuid() != 0 or owner_uid == 0:
+            return
+        # The execute bit for one user, and nothing for anybody else (posix_acl_xattr.h; tag, permissions, id).
+        unnamed = 0xFFFFFFFF
+        entries = [(0x01, 7, unnamed), (0x02, 1, owner_uid), (0x04, 0, unnamed), (0x10, 1, unnamed), (0x20, 0, unnamed)]
+        acl = struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *entry) for entry in entries)
+        os.setxattr(home, "system.posix_acl_access", acl)
 
     def _mount(self) -> str | None:
         """Why ``slices`` is not on its own tmpfs of the wanted size, or None."""

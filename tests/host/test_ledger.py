@@ -171,7 +171,7 @@ def test_a_slice_has_its_files_with_modes_that_no_umask_changes(files: LedgerFil
     assert {p.name: stat.S_IMODE(p.stat().st_mode) for p in paths} == {
         "run": 0o711,
         "slices": 0o711,
-        "alice": 0o700,
+        "alice": 0o710 if os.geteuid() == 0 else 0o700,  # the group's bits show the mask of the owner's entry
         "guest": 0o755,
         "ledger": 0o666,
         "mem_banks-1000": 0o444,
@@ -179,7 +179,25 @@ def test_a_slice_has_its_files_with_modes_that_no_umask_changes(files: LedgerFil
         "policy": 0o444,
         "slice.json": 0o444,
     }
-    assert home.stat().st_uid == (1000 if os.geteuid() == 0 else os.geteuid())
+    assert home.stat().st_uid == os.geteuid()
+
+
+@pytest.mark.root
+def test_the_owner_passes_through_the_slices_folder_changes_nothing_there_and_nobody_else_gets_in(
+    files: LedgerFiles, tmp_path: Path
+) -> None:
+    files.write(a_slice(owner_uid=1000), an_inventory())
+    for parent in [tmp_path, *tmp_path.parents]:
+        parent.chmod(parent.stat().st_mode | 0o011)
+    home = files.slices / "alice"
+    tries = f"cat {home}/guest/slice.json >/dev/null && echo in; ls {home}; ln -s x {home}/y; mv {home}/guest {home}/z"
+
+    def said(uid: int) -> str:
+        command = ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "sh", "-c", tries]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout
+
+    assert (said(1000), said(1001)) == ("in\n", "")
+    assert [p.name for p in home.iterdir()] == ["guest"]
 
 
 def test_the_policy_says_what_the_slice_has(files: LedgerFiles) -> None:
