@@ -106,13 +106,15 @@ EXPORTED unsigned int la_objopen(struct link_map *object, Lmid_t namespace, uint
     const ElfW(Sym) *ioctl_there = avg_symbol_at(object->l_addr, object->l_ld, "ioctl");
     const ElfW(Sym) *errno_there = avg_symbol_at(object->l_addr, object->l_ld, "__errno_location");
     unsigned number = namespace >= 0 && namespace < 16 ? (unsigned)namespace : 15;
-    int is_gate = ioctl_there && avg_symbol_at(object->l_addr, object->l_ld, "la_symbind64");
+    const ElfW(Sym) *fopen_there = avg_symbol_at(object->l_addr, object->l_ld, "fopen");
+    const ElfW(Sym) *fopen64_there = avg_symbol_at(object->l_addr, object->l_ld, "fopen64");
+    int is_gate = ioctl_there && fopen_there && fopen64_there && avg_symbol_at(object->l_addr, object->l_ld, "la_symbind64");
     if (errno_there && !errno_of_namespace[number])
         errno_of_namespace[number] = (errno_function *)(object->l_addr + errno_there->st_value);
     if (is_gate && !number && !preloaded_ioctl) {
         preloaded_ioctl = object->l_addr + ioctl_there->st_value;
-        preloaded_fopen = object->l_addr + avg_symbol_at(object->l_addr, object->l_ld, "fopen")->st_value;
-        preloaded_fopen64 = object->l_addr + avg_symbol_at(object->l_addr, object->l_ld, "fopen64")->st_value;
+        preloaded_fopen = object->l_addr + fopen_there->st_value;
+        preloaded_fopen64 = object->l_addr + fopen64_there->st_value;
     }
     *cookie = (ioctl_there ? INTERPOSES : 0) | (is_gate ? GATE : 0) | (uintptr_t)number << NAMESPACE_SHIFT;
     /* Whoever defines ioctl defines what else we want (libc, an emulator): only bindings to those are of interest. */

@@ -428,8 +428,9 @@ int avg_charge_has(struct avg_process *process, uint32_t file, uint64_t handle) 
 
 int avg_charge_take(struct avg_process *process, uint32_t file, uint64_t handle, struct avg_charge *charge) {
     uint64_t room = process->charge_room;
-    if (!avg_charge_has(process, file, handle)) return 0;
+    if (!room) return 0;
     uint64_t at = find(process, file, handle);
+    if (!process->charges[at].bytes[0]) return 0;
     *charge = process->charges[at];
     /* Close the gap: an entry further on moves here unless its own place lies behind the gap. */
     for (uint64_t next = (at + 1) & (room - 1); process->charges[next].bytes[0]; next = (next + 1) & (room - 1)) {

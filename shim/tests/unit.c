@@ -6,6 +6,7 @@
  * are linked into a program here, with a driver that answers at random.
  */
 #include <errno.h>
+#include <fcntl.h>
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -13,6 +14,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "../src/drm.h"
 #include "../src/environ.h"
 #include "../src/queue.h"
 #include "../src/text.h"
@@ -23,6 +25,7 @@ static uint64_t draw(void) {
     return seed;
 }
 
+static const char *node; /* a file with the number of a render node */
 static uint64_t handles;
 static int tame; /* no pointers to nowhere: qemu's user mode lacks the system call that survives them */
 static int driver(int fd, unsigned long request, void *argument) {
@@ -30,6 +33,10 @@ static int driver(int fd, unsigned long request, void *argument) {
     if (draw() % 16 == 0) {
         errno = draw() % 2 ? EINVAL : ENOMEM;
         return -1;
+    }
+    if (_IOC_TYPE(request) == 'd') {
+        if (_IOC_NR(request) == _IOC_NR(DRM_GEM_CREATE)) *(uint32_t *)argument = (uint32_t)(draw() % 64);
+        return 0;
     }
     if (_IOC_NR(request) == _IOC_NR(KFD_ALLOC_MEMORY)) ((struct kfd_alloc_memory *)argument)->handle = __atomic_add_fetch(&handles, 1, __ATOMIC_RELAXED);
     if (_IOC_NR(request) == _IOC_NR(KFD_CREATE_QUEUE)) ((struct kfd_create_queue *)argument)->queue_id = (uint32_t)(draw() % 1100);
@@ -42,7 +49,34 @@ static void step(uint64_t *mine, int room) {
     uint32_t gpu = gpus[draw() % 5], words[64];
     uint64_t bytes = draw() >> draw() % 64;
     int place = (int)(draw() % (uint64_t)room);
-    switch (draw() % 8) {
+    switch (draw() % 12) {
+    case 8: {
+        struct drm_gem_create g = {.bytes = bytes, .domains = draw() % 8};
+        avg_gem_create((int)(draw() % 80), DRM_GEM_CREATE, &g, driver);
+        break;
+    }
+    case 9: {
+        struct drm_gem_close g = {(uint32_t)(draw() % 64), 0};
+        avg_gem_close((int)(draw() % 80), DRM_GEM_CLOSE, &g, driver);
+        break;
+    }
+    case 10: {
+        uint64_t told[12];
+        struct drm_info i = {(uintptr_t)told, (uint32_t)(draw() % (sizeof told + 1)), (uint32_t)(draw() % 32), {0}};
+        avg_drm_info((int)(draw() % 80), DRM_INFO, &i, driver);
+        struct drm_user_queue q[8] = {{(uint32_t)(draw() % 3), 0, (uint32_t)(draw() % 3)}};
+        avg_user_queue((int)(draw() % 80), DRM_USER_QUEUE, q, driver);
+        break;
+    }
+    case 11: {
+        /* A third of the descriptors lead to the slice's render nodes, where there are any; they come and go. */
+        int fd = 3 + (int)(draw() % 77);
+        if (draw() % 4 && node) {
+            int opened = open(node, O_PATH | O_CLOEXEC);
+            if (opened >= 0 && opened != fd) dup2(opened, fd), close(opened);
+        } else close(fd);
+        break;
+    }
     case 0:
     case 1: {
         struct kfd_alloc_memory a = {.bytes = bytes, .gpu_id = gpu, .flags = (uint32_t)draw() | (draw() % 4 != 0)};
@@ -101,6 +135,7 @@ static void *work(void *index) {
 }
 
 int main(int argc, char **argv) {
+    node = argc > 3 ? argv[3] : NULL;
     first_seed = strtoull(argv[1], 0, 0), steps = strtoull(argv[2], 0, 0), tame = argc > 3;
     avg_repair_environment(argc, argv, argv + argc + 1);
     pthread_t threads[3];

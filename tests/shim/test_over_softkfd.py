@@ -100,3 +100,58 @@ def test_gem_memory_that_an_emulated_driver_hands_out_is_held_to_the_quota(emula
     assert (done.returncode, done.stdout, done.stderr) == (0, "12\n1024 1024 900\n", "")
     sizes = [(r["size"], r["err"]) for r in emulated.asked("GEM_CREATE")]
     assert sizes == [(600 * MIB, 0), (900 * MIB, 0)]
+
+
+@pytest.mark.rocm
+@pytest.mark.parametrize("way", ["preload", "audit", "both", "no slice", "no slice, audit"])
+def test_the_real_runtime_is_held_whichever_way_the_library_comes(
+    emulated: Emulated, built: Built, tmp_path: Path, way: str
+) -> None:
+    client = tmp_path / "hipclient"
+    built.cc(["-O1", "-D__HIP_PLATFORM_AMD__", str(SOFTKFD.parent / "hipclient.c"), "-o", str(client), "-lamdhip64"])
+    environment = emulated.environment(built.gate)
+    if "audit" in way:
+        environment["LD_PRELOAD"] = str(emulated.library)
+    if "audit" in way or way == "both":
+        environment["LD_AUDIT"] = str(built.gate)
+    cus = 24
+    if "no slice" in way:
+        del environment["AMDVGPU_SLICE_DIR"]
+        environment |= {"AMDVGPU_VRAM": "1GiB", "AMDVGPU_CUS": "0-25", "XDG_RUNTIME_DIR": str(emulated.slice.parent)}
+        cus = 26
+    done = subprocess.run(
+        [client, "--step", "256M", "--stream"], env=environment, capture_output=True, text=True, check=False
+    )
+    end = json.loads(done.stdout.splitlines()[-1])
+    assert (done.returncode, end["granted"]) == (0, 3)  # three and what the runtime takes for itself
+    assert {r["set"] for r in emulated.asked("SET_CU_MASK")} == {cus}
+    made = {r["q"] for r in emulated.asked("CREATE_QUEUE") if r["type"] in (0, 2)}
+    assert {r["q"] for r in emulated.asked("SET_CU_MASK")} == made
+
+
+@pytest.mark.rocm
+def test_the_real_rocm_smi_shows_the_slice_and_what_it_uses_and_other_gpus_as_they_are(
+    emulated: Emulated, built: Built, tmp_path: Path
+) -> None:
+    client = tmp_path / "kfdclient"
+    built.cc(["-O1", str(SOFTKFD.parent / "kfdclient.c"), "-o", str(client)])
+    environment = emulated.environment(built.gate)
+    holder = subprocess.Popen(
+        [client, "--step", "300M", "--count", "2", "--hold"],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert holder.stdout
+    while '"alloc"' not in holder.stdout.readline():
+        pass
+    holder.stdout.readline()
+    done = subprocess.run(
+        ["rocm-smi", "--showmeminfo", "vram", "--json"], env=environment, capture_output=True, text=True, check=False
+    )
+    holder.communicate("\n")
+    shown = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    total, used = "VRAM Total Memory (B)", "VRAM Total Used Memory (B)"
+    assert (shown["card0"][total], shown["card0"][used]) == (str(1024 * MIB), str(600 * MIB))
+    assert int(shown["card1"][total]) > 60 << 30

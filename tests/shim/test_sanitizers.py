@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import stat
 import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,9 +30,11 @@ def unit(built: Built) -> Path:
     return made
 
 
-def run(unit: Path, machine: Machine, seed: int, steps: int = 3000) -> None:
+def run(unit: Path, machine: Machine, seed: int, steps: int = 3000, *more: str) -> None:
     environment = {k: v for k, v in machine.environment().items() if k != "LD_PRELOAD"}
-    done = subprocess.run([unit, str(seed), str(steps)], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [unit, str(seed), str(steps), *more], env=environment, capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
     assert "Sanitizer" not in done.stderr
     assert "runtime error" not in done.stderr
@@ -41,6 +45,14 @@ def test_random_requests_over_two_slices(unit: Path, machine: Machine, seed: int
     machine.slice("a", (0, 600, CuSet(tuple(range(76)))), (1, 100, None))
     machine.slice("b", (0, 300, CuSet(tuple(range(80, 96)))))
     run(unit, machine, seed)
+
+
+@pytest.mark.root
+def test_random_requests_on_render_nodes_that_come_and_go(unit: Path, machine: Machine) -> None:
+    machine.slice("a", (0, 600, CuSet(tuple(range(76)))), (1, 100, None))
+    node = machine.root / "renderD128"
+    os.mknod(node, stat.S_IFCHR | 0o666, os.makedev(226, 128))
+    run(unit, machine, 5, 3000, str(node))
 
 
 @pytest.mark.parametrize("seed", range(6))
