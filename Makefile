@@ -1,6 +1,8 @@
 # make demo    the main job on a simulated node, step by step; writes build/demo.json
 # make test    lint, types and every tier of tests this machine can run
 # make bench   the figures the README claims; writes build/bench.json
+# make fuzz    the gate's readers fuzzed for FUZZ_SECONDS each (60); keeps what it finds in build/fuzz
+# make chaos   10 000 rounds of random death, and every order of more processes: about half an hour
 # make lint    ruff, mypy --strict, import contracts
 # make build   .venv with amdvgpud, the gate and softkfd built into it
 #
@@ -11,7 +13,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 C_SOURCES := $(shell find shim softkfd -name '*.[ch]' -o -name CMakeLists.txt -o -name '*.map' 2>/dev/null) CMakeLists.txt
 
-.PHONY: build demo test bench lint clean
+.PHONY: build demo test bench fuzz chaos lint clean
 build: build/.built
 
 demo: build
@@ -22,6 +24,12 @@ test: build/.tested lint
 
 bench: build/.tested
 	$(BIN)/python bench/run.py
+
+fuzz: build/.tested
+	FUZZ_SECONDS=$${FUZZ_SECONDS:-60} $(BIN)/pytest tests/shim/test_fuzz.py $(ARGS)
+
+chaos: build/.tested
+	CHAOS_ROUNDS=$${CHAOS_ROUNDS:-10000} EXPLORE=long $(BIN)/pytest tests/shim/test_chaos.py tests/shim/test_explore.py $(ARGS)
 
 lint: build/.tested
 	$(BIN)/ruff check .

@@ -29,8 +29,8 @@
 
 #include "os.h"
 
+#ifndef AVG_SPINS        /* tests/explore.c and fuzz.c have their own: they wait for a change, or hardly */
 #define WAIT_MS 500      /* guessed: long against a time slice on a busy machine, short against a person's patience */
-#ifndef AVG_SPINS        /* tests/explore.c has its own: it waits for a change, not for a time */
 #define AVG_SPINS 32     /* looks with a pause of instructions between them, then */
 #define AVG_YIELDS 64    /* up to so many in all with the processor given away, then naps */
 #define RECLAIM_EVERY 64 /* naps between two looks for dead contenders */

@@ -69,6 +69,7 @@ static uint64_t explore_now_ms(void);
 #define __atomic_fetch_or(at, value, order) explore_change((at), (value), OR)
 #define __atomic_fetch_and(at, value, order) explore_change((at), (value), AND)
 #define __atomic_exchange_n(at, value, order) explore_change((at), (value), EXCHANGE)
+#define WAIT_MS 500
 #define AVG_SPINS 1 /* a look that finds nothing changed tells nothing new: nap at once, and look for the dead each time */
 #define AVG_YIELDS 1
 #define RECLAIM_EVERY 1
