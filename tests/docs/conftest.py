@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from amdvgpud.ctl.client import Client
-from tests.e2e.conftest import Corner, Finished, _corner, containers_conf, glibc_tar, until
+from tests.e2e.conftest import _CLEAN, Corner, Finished, _corner, containers_conf, glibc_tar, until
 
 __all__ = ["containers_conf", "glibc_tar"]
 
@@ -98,8 +98,16 @@ def reader(containers_conf: Path, glibc_tar: Path, tmp_path_factory: pytest.Temp
             made = corner.run("sh", "-c", _OWN_FILES)
             assert made.code == 0, made.output
             yield Machine(corner, folder, holder.pid)
+            parent = corner.cgroup_parent.partition("=")[2]
+        until("the cgroups of the containers", lambda: _without_cgroups(parent))
     finally:
         holder.communicate()
+
+
+def _without_cgroups(parent: str) -> bool:
+    """Whether they are gone. podman may outlive its command here: it is not in the pid namespace of the corner."""
+    subprocess.run(["sh", "-c", _CLEAN, parent], check=False, capture_output=True)
+    return not [*Path("/sys/fs/cgroup").glob(parent), *Path("/sys/fs/cgroup").glob(f"*/{parent}")]
 
 
 @pytest.fixture
