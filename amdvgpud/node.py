@@ -465,7 +465,7 @@ class Node:
         if if_revision is not None:
             self._slice(request.name, if_revision)
         if there is not None:
-            if there.request == request and request.name not in self._lost:
+            if (there.request, there.owner_uid) == (request, owner_uid) and request.name not in self._lost:
                 return there, False
             await self._refuse_if_used(there, "replaced")
         item = self._placed(request, owner_uid)

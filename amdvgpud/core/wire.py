@@ -52,6 +52,12 @@ class SliceSpec(Struct, forbid_unknown_fields=True, kw_only=True):
     oversubscribe: Annotated[
         bool, Meta(description="host memory serves, within the quota, where the GPU has no VRAM left")
     ] = False
+    owner: Annotated[
+        int | str | None,
+        Meta(
+            description="user (uid or name) whose rootless runtime may mount the slice's files; without it, the caller"
+        ),
+    ] = None
 
 
 class SliceResize(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -266,6 +272,11 @@ class SliceView(Struct, kw_only=True):
     state: SliceState
     lost_reason: str | None
     enforced_by: Annotated[str, Meta(description="what holds the limits: 'gate', or 'none' for a whole unmasked GPU")]
+    gate_seen: Annotated[
+        bool,
+        Meta(description="a process of the slice has used the ledger: its gate was loaded. False says nothing yet"),
+    ] = False
+    owner_uid: int = 0
     cdi_device: str | None
     compute: str
     policy: Policy

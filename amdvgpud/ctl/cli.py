@@ -287,6 +287,11 @@ def _placement(command: _F) -> _F:
                 help="The most that its queues may ask for beside other slices. Without it: normal.",
             ),
             click.option(
+                "--owner",
+                metavar="USER",
+                help="User (name or uid) whose rootless runtime may mount the slice's files. Without it: yourself.",
+            ),
+            click.option(
                 "--oversubscribe",
                 is_flag=True,
                 default=None,

@@ -224,11 +224,13 @@ def slices(answer: wire.SliceList) -> None:
 
 
 def slice(item: wire.SliceView, usage: wire.UsageView | None = None, processes: wire.ProcessList | None = None) -> None:  # noqa: A001
+    unseen = item.enforced_by == "gate" and not item.gate_seen
     print_facts(
         [
             ("name", item.name),
             ("state", item.state + (f": {item.lost_reason}" if item.lost_reason else "")),
-            ("enforced by", item.enforced_by),
+            ("enforced by", f"{item.enforced_by} (not seen yet)" if unseen else item.enforced_by),
+            ("owner", f"uid {item.owner_uid}"),
             ("CDI device", _maybe(item.cdi_device)),
             ("compute", f"{item.compute} ({item.policy})"),
             ("priority", item.priority),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import pwd
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
@@ -250,9 +251,10 @@ class Endpoints:
             if there is not None and there.request != request:
                 await self._would_be_used(there, "replaced")
             return self._plan_reply(request.name, await self._node.plan(request))
+        owner_uid = _owner_uid(call, body, there.owner_uid if there else None)
         with self._metrics.operation("create"):
             item, new = await self._node.put_slice(
-                request, owner_uid=call.caller.uid, if_revision=revision, create_only=create_only
+                request, owner_uid=owner_uid, if_revision=revision, create_only=create_only
             )
         reply = self._slice_reply(self._node.view(), item)
         if not new:
@@ -349,11 +351,12 @@ class Endpoints:
         else:
             assert body.slice is not None  # noqa: S101  # one of the two is given
             name = _slice(self._node.view(), body.slice).name
+        owner_uid = call.caller.uid if body.request is None else _owner_uid(call, body.request, None, "/request")
         if query.dry_run:
             return await self._would_lease(name, request)
         with self._metrics.operation("bind"):
             lease = await self._node.grant_lease(
-                holder, slice=name, request=request, ttl_s=body.ttl_s, owner_uid=call.caller.uid
+                holder, slice=name, request=request, ttl_s=body.ttl_s, owner_uid=owner_uid
             )
         reply = self._lease_reply(call, self._node.view(), lease)
         return replace(reply, status=201, headers={"Location": f"/v1/leases/{lease.id}"})
@@ -480,6 +483,22 @@ def _slice(view: NodeView, name: str) -> Slice:
     if (there := view.book.slices.get(SliceName(name))) is None:
         raise NotFound(f"no slice {name} here; there are {', '.join(sorted(view.book.slices)) or 'none'}")
     return there
+
+
+def _owner_uid(call: Call, spec: wire.SliceSpec, there: int | None, at: str = "") -> int:
+    """Whose slice it is to be: as asked, else as it is (``there``), else the caller's. Only root may name another."""
+    owner = spec.owner
+    if owner is None:
+        return call.caller.uid if there is None else there
+    try:
+        uid = owner if isinstance(owner, int) else int(owner) if owner.isdecimal() else pwd.getpwnam(owner).pw_uid
+    except (KeyError, ValueError):
+        raise Invalid.field(f"{at}/owner", f"{owner!r} is no user of this machine: give a name or a uid") from None
+    if not 0 <= uid < 2**32 - 1:
+        raise Invalid.field(f"{at}/owner", f"{owner!r} is no uid")
+    if call.caller.uid not in (0, uid):
+        raise problem.Refusal(403, "forbidden", f"only root may make slices for others: {owner!r} is not you")
+    return uid
 
 
 def _lease(view: NodeView, lease_id: str) -> Lease:

@@ -233,19 +233,21 @@ def slice_view(view: NodeView, item: Slice, cdi_kind: str) -> wire.SliceView:
 def _slice_view(
     view: NodeView, item: Slice, state: wire.SliceState, lease: Lease | None, cdi_kind: str
 ) -> wire.SliceView:
-    usage = view.usage.get(item.name)
+    usage = view.usage.get(item.name) or Usage(item.name)
     lost = view.lost.get(item.name)
     return wire.SliceView(
         name=item.name,
         state=state,
         lost_reason=lost,
         enforced_by=enforced_by(item, view.inventory),
+        gate_seen=bool(usage.processes) or any(gpu.allocations or gpu.peak_bytes for gpu in usage.gpus),
+        owner_uid=item.owner_uid,
         cdi_device=f"{cdi_kind}={item.name}" if lost is None and view.cdi.written else None,
         compute=format_compute(item.request.compute),
         policy=item.request.compute.policy.value,
         shares=[share_view(s, view.inventory, usage) for s in item.shares],
         lease=None if lease is None else lease.id,
-        processes=0 if usage is None else len(usage.processes),
+        processes=len(usage.processes),
         created_s=item.created_s,
         revision=item.revision,
         priority=item.request.priority.value,

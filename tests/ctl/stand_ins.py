@@ -123,6 +123,8 @@ def slice_view(name: str = "alice") -> wire.SliceView:
         processes=2,
         created_s=1_700_000_000.0,
         revision=7,
+        gate_seen=True,
+        owner_uid=1000,
     )
 
 

@@ -194,6 +194,7 @@ SLICE_SHOW = """\
 name         alice
 state        held
 enforced by  gate
+owner        uid 1000
 CDI device   amdvgpu.io/slice=alice
 compute      25% (balanced)
 priority     normal
@@ -305,13 +306,14 @@ def test_on_a_terminal_tables_have_a_rule_and_no_markup_of_strangers(
 def test_slice_create_asks_for_what_was_said_and_only_if_there_is_none_yet(daemon: FakeDaemon, ctl: Ctl) -> None:
     daemon.says("PUT", "/v1/slices/alice", slice_view(), 201)
     command = "slice create alice --vram 16GiB --compute 25% --policy fine --gpu 0 --gpu 0000:83:00.0 --spread"
-    command += " --priority low --oversubscribe"
+    command += " --priority low --oversubscribe --owner ann"
     done = ctl(*command.split())
     assert (done.exit_code, done.stderr) == (0, "")
     assert done.stdout == f"alice: 4 GiB and 64 CUs of {PARTITION}\npodman run --device amdvgpu.io/slice=alice …\n"
     (asked,) = daemon.asked
     assert asked.headers["If-None-Match"] == "*"
     assert asked.body == {
+        "owner": "ann",
         "vram": "16GiB",
         "compute": "25%",
         "policy": "fine",

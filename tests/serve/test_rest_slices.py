@@ -49,7 +49,33 @@ async def test_a_put_creates_and_the_same_put_again_changes_nothing(desk: Any) -
         "revision": 1,
         "priority": "normal",
         "oversubscribe": False,
+        "gate_seen": False,
+        "owner_uid": 0,
     }
+
+
+async def test_root_makes_a_slice_for_somebody_else_and_putting_it_again_leaves_it_theirs(desk: Any) -> None:
+    spec = {"vram": "1GiB", "compute": "25%"}
+    made = await desk.ask("PUT", "/v1/slices/alice", {**spec, "owner": "nobody"})
+    again = await desk.ask("PUT", "/v1/slices/alice", spec)
+    assert (made.status, again.status) == (201, 200)
+    assert made.json["owner_uid"] == again.json["owner_uid"] == 65534
+    given = await desk.ask("PUT", "/v1/slices/alice", {**spec, "owner": 1000})
+    assert (given.status, given.json["owner_uid"]) == (200, 1000)
+
+
+@pytest.mark.parametrize("owner", ["no such user", -1, 2**32 - 1, "²"])
+async def test_an_owner_who_is_nobody_here_is_refused_by_name(desk: Any, owner: object) -> None:
+    answer = await desk.ask("PUT", "/v1/slices/alice", {"compute": "25%", "owner": owner})
+    assert (answer.status, answer.json["errors"][0]["pointer"]) == (422, "/owner")
+    assert (await desk.ask("GET", "/v1/slices")).json["slices"] == []
+
+
+async def test_a_ledger_that_was_used_shows_that_the_gate_was_there(desk: Any) -> None:
+    await desk.ask("PUT", "/v1/slices/alice", {"compute": "25%"})
+    desk.files.run_a_process_in("alice")
+    assert (await desk.ask("GET", "/v1/slices/alice/usage")).status == 200
+    assert (await desk.ask("GET", "/v1/slices/alice")).json["gate_seen"]
 
 
 async def test_priority_and_oversubscription_are_asked_for_and_shown(desk: Any) -> None:
