@@ -270,6 +270,17 @@ int avg_process_has_slices(void) {
     return root >= 0 || avg_env("AMDVGPU_SLICE_DIR");
 }
 
+/* Differs between the threads of a process, and is there before libc has started. No system call. */
+static uintptr_t thread_mark(void) {
+    uintptr_t mark;
+#if defined(__x86_64__)
+    __asm__("mov %%fs:0, %0" : "=r"(mark)); /* the thread's control block begins with its own address */
+#else
+    __asm__("mrs %0, tpidr_el0" : "=r"(mark));
+#endif
+    return mark | 1; /* 0 is a free lock */
+}
+
 struct avg_process *avg_process_enter(int quiet) {
     struct avg_process *process = &kept.process;
     if (__builtin_expect(wiped_on_fork != 1, 0)) {
@@ -282,7 +293,9 @@ struct avg_process *avg_process_enter(int quiet) {
             process->pid = pid;
         }
     }
-    for (int naps = 0; __atomic_exchange_n(&process->lock, 1, __ATOMIC_ACQUIRE); naps++) {
+    uintptr_t me = thread_mark(), holder = 0;
+    for (int naps = 0; !__atomic_compare_exchange_n(&process->lock, &holder, me, 0, __ATOMIC_ACQUIRE, __ATOMIC_RELAXED); naps++, holder = 0) {
+        if (holder == me) return NULL; /* we interrupted ourselves: whoever holds it waits for us to return */
         for (int spin = 0; spin < 100 && __atomic_load_n(&process->lock, __ATOMIC_RELAXED); spin++) {
 #if defined(__x86_64__)
             __builtin_ia32_pause();
@@ -308,7 +321,7 @@ void avg_process_start_over(struct avg_process *process) {
         AVG_SYS(munmap, process->slice[i].policy, AVG_POLICY_BYTES, 0, 0);
         if (process->slice[i].ledger) AVG_SYS(munmap, process->slice[i].ledger, avg_ledger_bytes(process->slice[i].gpu_count), 0, 0);
     }
-    int lock = process->lock;
+    uintptr_t lock = process->lock;
     for (size_t i = 0; i < sizeof *process; i++) ((volatile char *)process)[i] = 0;
     process->lock = lock;
 }

@@ -39,7 +39,7 @@ struct avg_queue {
 enum avg_level { AVG_LOG_OFF, AVG_LOG_ERROR, AVG_LOG_WARN, AVG_LOG_INFO, AVG_LOG_DEBUG };
 
 struct avg_process {
-    int lock;                   /* 0 free, 1 held */
+    uintptr_t lock;             /* 0 free, else a mark of the thread that holds it */
     int ready;                  /* the rest is filled in */
     uint32_t pid;               /* only where the kernel does not wipe */
     int barred;                 /* a slice that cannot be read, or a malformed limit: no VRAM where no policy is whole */
@@ -71,7 +71,8 @@ struct avg_process {
 };
 
 /* The process's state, loaded on first use, with the lock held; NULL where the lock cannot be had within seconds (a
- * thread died in it): the caller refuses what takes memory and lets the rest pass. Loading reads the policies. */
+ * thread died in it) or this thread holds it (a signal handler asks for memory in the middle of such a request): the
+ * caller refuses what takes memory and lets the rest pass. Loading reads the policies. */
 struct avg_process *avg_process_enter(int quiet); /* quiet: whatever loading has to complain of is not said */
 void avg_process_leave(struct avg_process *process);
 

@@ -4,15 +4,19 @@
  *   contend mixed GPU PROCS THREADS LOOPS SMALL BIG   allocations of up to SMALL bytes, two at a time, in all but one process,
  *                                          which asks for BIG again and again; prints refusals of small ones
  *   contend hold GPU MOST LOOPS            one process that takes and gives random amounts for ever (to be killed)
+ *   contend signals GPU BYTES LOOPS        takes and gives, interrupted all the time by a handler that does so as well; prints
+ *                                          how often the handler was granted memory and how often refused
  */
 #include <errno.h>
 #include <pthread.h>
 #include <sched.h>
+#include <signal.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/time.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -74,6 +78,16 @@ static void *work(void *index) {
     return 0;
 }
 
+static volatile uint64_t interrupt_bytes, granted, denied;
+static void interrupt(int number) {
+    uint64_t handle;
+    int error = errno;
+    (void)number;
+    if (take(interrupt_bytes, &handle)) denied++;
+    else give(handle), granted++;
+    errno = error;
+}
+
 int main(int argc, char **argv) {
     shared = mmap(0, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     gpu = strtoul(argv[2], 0, 0);
@@ -96,6 +110,16 @@ int main(int argc, char **argv) {
         }
         while (wait(0) > 0 || errno == EINTR) {}
         printf("%llu %llu\n", (unsigned long long)shared->refused, (unsigned long long)shared->done);
+    } else if (!strcmp(argv[1], "signals")) {
+        struct itimerval often = {{0, 50}, {0, 50}};
+        interrupt_bytes = n[3];
+        signal(SIGALRM, interrupt);
+        setitimer(ITIMER_REAL, &often, 0);
+        for (uint64_t i = 0, handle; i < n[4] || granted + denied < 1000 || !denied; i++)
+            if (!take(n[3], &handle)) give(handle);
+        memset(&often, 0, sizeof often);
+        setitimer(ITIMER_REAL, &often, 0);
+        printf("%llu %llu\n", (unsigned long long)granted, (unsigned long long)denied);
     } else {
         uint64_t seed = getpid() * 2654435761ULL + 1, handles[64];
         int count = 0;

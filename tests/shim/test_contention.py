@@ -87,3 +87,13 @@ def test_after_kills_at_random_moments_everything_comes_back(machine: Machine) -
         for player in players:
             assert player.wait() == -signal.SIGKILL
         assert machine.play("avail:1000") == [f"ok {64 * MIB}"]
+
+
+def test_a_signal_handler_that_asks_in_the_middle_of_a_request_is_answered_at_once(machine: Machine) -> None:
+    """It cannot wait for the thread that it interrupts. What it is granted is charged and given back like anything."""
+    a = machine.slice("a", (0, 1024, None))
+    held = truth(machine, 1024 * MIB)
+    granted, denied = contend(machine, held, "signals", 1000, MIB, 200_000)
+    assert granted > 0
+    assert denied > 0
+    assert (machine.used(a), over_commits(held)) == (0, 0)

@@ -130,6 +130,26 @@ def test_the_real_runtime_is_held_whichever_way_the_library_comes(
 
 
 @pytest.mark.rocm
+def test_the_real_runtime_gets_host_memory_where_vram_is_out_and_no_more_than_the_quota(
+    emulated: Emulated, built: Built, tmp_path: Path
+) -> None:
+    client = tmp_path / "hipclient"
+    built.cc(["-O1", "-D__HIP_PLATFORM_AMD__", str(SOFTKFD.parent / "hipclient.c"), "-o", str(client), "-lamdhip64"])
+    inventory = SysfsReader(emulated.root).read_inventory()
+    book = Book().with_oversubscription({inventory.gpus[0].id: 2.0})
+    quota = inventory.gpus[0].vram_bytes + (8 << 30)
+    for oversubscribe, wanted in ((False, 7), (True, 8)):
+        request = Request(slice_name("a"), parse_compute("25%"), quota, on=("0",), oversubscribe=oversubscribe)
+        item = Slice(request.name, request, place(book, inventory, request).shares, 0.0, 1)
+        write_slice(emulated.slice, item, inventory, sysfs_root=emulated.root)
+        done = subprocess.run(
+            [client, "--step", "8G"], env=emulated.environment(built.gate), capture_output=True, text=True, check=False
+        )
+        end = json.loads(done.stdout.splitlines()[-1])
+        assert (done.returncode, end["granted"]) == (0, wanted)
+
+
+@pytest.mark.rocm
 def test_the_real_rocm_smi_shows_the_slice_and_what_it_uses_and_other_gpus_as_they_are(
     emulated: Emulated, built: Built, tmp_path: Path
 ) -> None:
