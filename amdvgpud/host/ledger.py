@@ -402,8 +402,9 @@ class Processes:
 
     starts: Mapping[tuple[int, int], int]
     """(pid namespace inode, pid as counted there) -> start time in clock ticks."""
-    veiled: frozenset[int]
-    """Innermost pids of processes whose namespace we may not see."""
+    veiled: frozenset[tuple[int, int]]
+    """(innermost pid, start time) of processes whose namespace we may not see. Without CAP_SYS_PTRACE that is nearly
+    every container's, and each has a pid 1: only the start time tells whether a slot's owner may be among them."""
     own_namespace: int
     """0: /proc cannot be believed at all."""
 
@@ -414,7 +415,10 @@ class Processes:
         too. From another one only its own processes can be judged. A start time of 0 (being written) or 1 (its /proc
         was unreadable), and a slot under reclaim (the start time is its last owner's), are judged by the pid alone.
         """
-        if not self.own_namespace or slot_pid in self.veiled:
+        if not self.own_namespace:
+            return False
+        known = start_ticks > 1 and not reclaiming
+        if any(pid == slot_pid and (start == start_ticks or not known) for pid, start in self.veiled):
             return False
         if slot_namespace != self.own_namespace and self.own_namespace != _INITIAL_PID_NAMESPACE:
             return False
@@ -422,7 +426,7 @@ class Processes:
             # The process could not read its own namespace: its pid may be counted in any.
             return self.own_namespace == _INITIAL_PID_NAMESPACE and all(pid != slot_pid for _, pid in self.starts)
         start = self.starts.get((slot_namespace, slot_pid))
-        return start is None or (start_ticks > 1 and not reclaiming and start != start_ticks)
+        return start is None or (known and start != start_ticks)
 
 
 def read_processes(proc: Path = Path("/proc")) -> Processes:
@@ -451,7 +455,7 @@ def read_processes(proc: Path = Path("/proc")) -> Processes:
         if namespace:
             starts[namespace, pid] = int(fields[19])
         else:
-            veiled.add(pid)
+            veiled.add((pid, int(fields[19])))
     return Processes(starts, frozenset(veiled), own)
 
 

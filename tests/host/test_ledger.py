@@ -529,7 +529,7 @@ def test_death_is_only_what_proc_certainly_shows(tmp_path: Path) -> None:
     machine, container = 0xEFFFFFFC, 4026532999
     there = {1: (machine, 1, 5, "S"), 900: (container, 7, 50, "S"), 901: (container, 8, 60, "Z"), 902: (0, 9, 70, "S")}
     seen = read_processes(a_proc(tmp_path / "a", own=machine, processes=there))
-    assert seen == Processes({(machine, 1): 5, (container, 7): 50}, frozenset({9}), machine)
+    assert seen == Processes({(machine, 1): 5, (container, 7): 50}, frozenset({(9, 70)}), machine)
     verdicts = {
         "alive": seen.gone(7, container, 50, False),
         "its number has another process": seen.gone(7, container, 49, False),
@@ -539,12 +539,15 @@ def test_death_is_only_what_proc_certainly_shows(tmp_path: Path) -> None:
         "never there": seen.gone(70, container, 1000, False),
         "its whole namespace is gone": seen.gone(7, 4026539999, 50, False),
         "may be one whose namespace we cannot see": seen.gone(9, 4026539999, 70, False),
+        "the same, its start not known": seen.gone(9, 4026539999, 0, False),
+        "shares but its number with one that we cannot see": seen.gone(9, 4026539999, 71, False),
     }
     assert [name for name, gone in verdicts.items() if gone] == [
         "its number has another process",
         "zombie",
         "never there",
         "its whole namespace is gone",
+        "shares but its number with one that we cannot see",
     ]
 
 
