@@ -604,11 +604,11 @@ class Node:
         if compute is not None:
             await self._refuse_if_gpu_is_used(there, compute, lost, force)
         settled = True
-        if not dry_run and memory is not None:
-            await asyncio.to_thread(self._modes.request_memory, there, memory)
-            self._tell("gpu.memory-mode-requested", gpu, f"{memory} when the driver of the whole node is loaded anew")
+        # The one that is refused more often goes first, so that a refusal leaves nothing half done.
         if not dry_run and compute is not None:
             settled = await self._switch(there, compute)
+        if not dry_run and memory is not None:
+            await self._request_memory(there, memory, compute)
         now = self._inventory.gpu(gpu) or there
         profile = next((p for p in there.profiles if p.mode == compute), None)
         return Repartition(
@@ -622,6 +622,15 @@ class Node:
             lost=tuple(item.name for item in lost),
             settled=settled,
         )
+
+    async def _request_memory(self, gpu: Gpu, mode: str, switched_to: str | None) -> None:
+        try:
+            await asyncio.to_thread(self._modes.request_memory, gpu, mode)
+        except AmdvgpuError as error:
+            if switched_to is None:
+                raise
+            raise type(error)(f"{gpu.id} is in {switched_to} now; but {error}") from error
+        self._tell("gpu.memory-mode-requested", gpu.id, f"{mode} when the driver of the whole node is loaded anew")
 
     async def _switch(self, gpu: Gpu, mode: str) -> bool:
         """Let the driver do it, and look until the machine is still; true if it is."""

@@ -145,6 +145,21 @@ async def test_a_memory_mode_is_only_noted(bench: Bench) -> None:
     assert "gpu.memory-mode-requested" in bench.kinds()
 
 
+async def test_a_refused_switch_notes_no_memory_mode_and_a_refused_note_says_what_was_switched(bench: Bench) -> None:
+    bench.modes.refusals.append(Conflict("EBUSY"))
+    with pytest.raises(Conflict, match=r"^EBUSY$"):
+        await bench.node.partition_gpu(FIRST, Target("CPX", "NPS4"))
+    assert (bench.mode_of(FIRST), bench.modes.requested) == ("SPX", {})
+
+    def refuse(gpu: Any, mode: str) -> None:
+        raise HostFailure("EACCES")
+
+    bench.modes.request_memory = refuse  # type: ignore[method-assign]
+    with pytest.raises(HostFailure, match=f"^{FIRST} is in CPX now; but EACCES$"):
+        await bench.node.partition_gpu(FIRST, Target("CPX", "NPS4"))
+    assert bench.mode_of(FIRST) == "CPX"
+
+
 async def test_a_mode_that_the_gpu_does_not_have_names_those_it_has(bench: Bench) -> None:
     with pytest.raises(Invalid, match=r"TPX is no mode of .*: it has SPX, DPX, QPX, CPX"):
         await bench.node.partition_gpu(FIRST, Target("TPX"))
