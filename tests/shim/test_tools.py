@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from amdvgpud.sim.models import parse_simulation
+from amdvgpud.sim.tree import build_tree
 
 if TYPE_CHECKING:
     from tests.shim.conftest import Built, Machine
@@ -125,3 +130,63 @@ def test_wrong_use_is_told(reader: Path, words: list[str]) -> None:
     status, said, complaint = read(reader, *words)
     assert (status, said) == (2, "")
     assert "usage: amdvgpu-ledger" in complaint
+
+
+# ---------------------------------------------------------------------------------------------- amdvgpu-cumask-check
+
+
+CLANGS = ("clang-21", "clang-20", "clang-19")
+GPUS = ("gfx90a", "gfx942", "gfx1100", "gfx1201")
+
+
+@pytest.fixture(scope="session")
+def checker(built: Built) -> Path:
+    """The program with the census kernel for each GPU beside it."""
+    where = built.drive.with_name("cumask")
+    where.mkdir()
+    clang = next((path for name in CLANGS if (path := shutil.which(name))), None)
+    assert clang, "the census kernel needs clang 19 or later: scripts/setup test"
+    for gpu in GPUS:
+        options = ["-x", "cl", "-cl-std=CL2.0", "-Xclang", "-finclude-default-header", "-target", "amdgcn-amd-amdhsa"]
+        options += [f"-mcpu={gpu}", "-mcode-object-version=4", "-nogpulib", "-O2", "-Wall", "-Werror"]
+        source, output = str(SHIM / "tools/census.cl"), str(where / f"census-{gpu}.co")
+        done = subprocess.run([clang, *options, source, "-o", output], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
+    built.cc(["-O1", str(SHIM / "tools/cumask_check.c"), "-o", str(where / "amdvgpu-cumask-check"), "-ldl"])
+    return where / "amdvgpu-cumask-check"
+
+
+def test_the_census_kernel_is_built_for_each_gpu_and_reads_the_hardwares_numbers(checker: Path) -> None:
+    for gpu in GPUS:
+        code = (checker.parent / f"census-{gpu}.co").read_bytes()
+        assert code.startswith(b"\x7fELF")
+        assert f"amdgcn-amd-amdhsa--{gpu}".encode() in code  # what HIP matches with the GPU
+        assert b"census" in code
+
+
+@pytest.mark.rocm
+def test_on_a_simulated_gpu_it_says_that_it_needs_a_real_one(checker: Path, built: Built, tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        build_tree(parse_simulation("mi210"), Path(folder) / "machine")
+        softkfd = tmp_path / "libsoftkfd.so"
+        sources = [str(path) for path in sorted((SHIM.parent / "softkfd/src").glob("*.c"))]
+        options = ["-O1", "-fPIC", "-shared", "-fvisibility=hidden", "-Wno-format-truncation"]
+        built.cc([*options, *sources, "-ldl", "-lpthread", "-o", str(softkfd)])
+        environment = {"SOFTKFD_ROOT": f"{folder}/machine", "LD_PRELOAD": str(softkfd)}
+        status, said, complaint = read(checker, "--cus", "0-15", **environment)
+    assert (status, said) == (4, "")
+    assert "It needs a real one; nothing is shown about masks" in complaint
+
+
+@pytest.mark.rocm
+def test_without_a_gpu_it_says_so(checker: Path) -> None:
+    status, said, complaint = read(checker)
+    assert (status, said) == (3, "")
+    assert complaint.startswith("amdvgpu-cumask-check: this needs a GPU")
+
+
+@pytest.mark.parametrize("words", [["--cus", "7-3"], ["--xccs", "0"], ["--nonsense"], ["file"]])
+def test_the_checker_takes_no_nonsense(checker: Path, words: list[str]) -> None:
+    status, said, complaint = read(checker, *words)
+    assert (status, said) == (2, "")
+    assert "usage: amdvgpu-cumask-check" in complaint
