@@ -39,7 +39,9 @@ def unpacked(captures: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("mi300x-8gpu-cpx", "mi308x-8gpu-cpx"):
         with tarfile.open(captures / name / "tree.tar.xz") as archive:
             # Debian 12's Python 3.11.2 has no filters yet; the archives are the captures', so nobody's surprise.
-            archive.extractall(folder / name, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))  # noqa: S202
+            if hasattr(tarfile, "data_filter"):
+                archive.extraction_filter = tarfile.data_filter
+            archive.extractall(folder / name)  # noqa: S202
     return folder
 
 
