@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from amdvgpud import _abi
+import amdvgpud._abi
 from amdvgpud.core import wire
 from amdvgpud.core.cumask import parse_cu_mask
 from amdvgpud.core.model import CuSet, PartitionId
@@ -35,7 +35,7 @@ NODE = "2*mi300x,rx9070xt"
 GIB = 1024**3
 BUILD = Path(__file__).resolve().parents[1] / "build"
 BIN = Path(sys.executable).parent
-PROGRAMS = Path(_abi.__file__).parent
+PROGRAMS = Path(amdvgpud._abi.__file__).parent
 ENOUGH_S = 10.0
 """What is waited for comes within a second; after this it counts as not come."""
 
