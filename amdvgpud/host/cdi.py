@@ -708,8 +708,8 @@ class CdiFile:
             found.append(f"{own_dir} is closed to other users: a rootless runtime reads no CDI file in it (chmod 0755)")
         for folder in _distinct_dirs((*self._standard_dirs, own_dir)):
             for other in _entries(folder):
-                if other.suffix not in (".json", ".yaml") or other == self.path or not other.is_file():
-                    continue
+                if other.suffix not in (".json", ".yaml") or other == self.path or not os.path.isfile(other):  # noqa: PTH113
+                    continue  # (Path.is_file raises for what we may not look at)
                 clash = _names_in(other, self._kind) & set(names)
                 unread = other.suffix == ".yaml" and _mentions(other, self._kind)
                 if not clash and not unread:
