@@ -3,17 +3,19 @@
 # make bench   the figures the README claims; writes build/bench.json
 # make fuzz    the gate's readers fuzzed for FUZZ_SECONDS each (60); keeps what it finds in build/fuzz
 # make chaos   10 000 rounds of random death, and every order of more processes: about half an hour
+# make rocm-test   the real runtimes over softkfd: ROCM=5.2.3,5.7.1 (default) or all; writes build/rocm.json
 # make lint    ruff, mypy --strict, import contracts
 # make build   .venv with amdvgpud, the gate and softkfd built into it
 #
 # Each installs what it needs. That takes root or sudo for Debian packages; without, one line says what is missing.
 
 PYTHON ?= python3
+comma := ,
 VENV := .venv
 BIN := $(VENV)/bin
 C_SOURCES := $(shell find shim softkfd -name '*.[ch]' -o -name CMakeLists.txt -o -name '*.map' 2>/dev/null) CMakeLists.txt
 
-.PHONY: build demo test bench fuzz chaos lint clean
+.PHONY: build demo test bench fuzz chaos lint clean rocm-test
 build: build/.built
 
 demo: build
@@ -30,6 +32,9 @@ fuzz: build/.tested
 
 chaos: build/.tested
 	CHAOS_ROUNDS=$${CHAOS_ROUNDS:-10000} EXPLORE=long $(BIN)/pytest tests/shim/test_chaos.py tests/shim/test_explore.py $(ARGS)
+
+rocm-test: build/.tested
+	ROCM=$(or $(ROCM),5.2.3$(comma)5.7.1) $(BIN)/pytest tests/rocm $(ARGS)
 
 lint: build/.tested
 	$(BIN)/ruff check .

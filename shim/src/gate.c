@@ -19,6 +19,8 @@
 #include "os.h"
 #include "queue.h"
 
+#include "../front/front.h"
+
 #define EXPORTED __attribute__((visibility("default")))
 
 /* Two copies of this library in one process (a copied file, in the preload file and in LD_PRELOAD) would charge twice.
@@ -87,7 +89,11 @@ int avg_gate(int fd, unsigned long request, void *argument, avg_request *next) {
     if (request == KFD_CREATE_PROCESS) return avg_other_door(fd, request, argument, next);
     switch (_IOC_NR(request)) {
     case _IOC_NR(KFD_ALLOC_MEMORY):
-        if (kfd_is(request, KFD_ALLOC_MEMORY)) return avg_alloc_memory(fd, request, argument, next);
+        if (kfd_is(request, KFD_ALLOC_MEMORY)) {
+            int result = avg_alloc_memory(fd, request, argument, next);
+            avg_front_tell(argument, result);
+            return result;
+        }
         break;
     case _IOC_NR(KFD_FREE_MEMORY):
         if (kfd_is(request, KFD_FREE_MEMORY)) return avg_free_memory(fd, request, argument, next);
@@ -190,6 +196,8 @@ static FILE *open_with(fopen_function **next, const char *name, const char *path
         }
         __atomic_store_n(next, found, __ATOMIC_RELEASE);
     }
+    /* A runtime of HIP that is being loaded has a library open a file before anybody can have called it. */
+    if (!is_passive()) avg_front_look();
     FILE *file = found(path, mode);
     if (file && !is_passive()) avg_opened(file, path);
     return file;
@@ -208,5 +216,7 @@ EXPORTED FILE *fopen64(const char *path, const char *mode) {
 /* ---------------------------------------------------------------------------------------------------------- start */
 
 __attribute__((constructor)) static void start(int argc, char **argv, char **envp) {
-    if (!is_passive()) avg_repair_environment(argc, argv, envp);
+    if (is_passive()) return;
+    avg_repair_environment(argc, argv, envp);
+    avg_front_look();
 }

@@ -355,13 +355,13 @@ int soft_alloc(struct kfd_ioctl_alloc_memory_of_gpu_args *a) {
 
 int soft_free(uint64_t handle) {
   uint64_t size = 0;
-  uint32_t flags = 0;
+  uint32_t flags = 0, gpu = 0;
   int error = soft_refusal("FREE");
   if (!error && !lock()) error = EINVAL;
   else if (!error) {
     struct buffer *b = by_handle_locked(handle);
     if (b) {
-      uint32_t gpu = b->gpu;
+      gpu = b->gpu;
       size = b->size, flags = b->flags;
       bool counts = b->state == OWNS_MEMORY && (is_vram(b) || is_gtt(b));
       drop_locked(b);
@@ -369,8 +369,8 @@ int soft_free(uint64_t handle) {
     } else error = EINVAL;
     unlock();
   }
-  soft_log("\"op\":\"FREE\",\"handle\":\"%llx\",\"size\":%llu,\"vram\":%u,\"err\":%d", (unsigned long long)handle,
-           (unsigned long long)size, flags & 1, error);
+  soft_log("\"op\":\"FREE\",\"gpu\":%u,\"handle\":\"%llx\",\"size\":%llu,\"vram\":%u,\"err\":%d", gpu,
+           (unsigned long long)handle, (unsigned long long)size, flags & 1, error);
   return error;
 }
 
