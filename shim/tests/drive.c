@@ -6,6 +6,7 @@
  *   fork (the child plays the rest, the parent waits)  thread (a thread plays the rest)  exec (a new image plays it)
  *   node:FD:PATH (opens it as FD)  dup:FD:NEW  close:FD  gem:FD:BYTES[:DOMAINS]  gemclose:FD:HANDLE  info:FD:QUERY (its words)
  *   userqueue:FD:IP  criu:OP  context  cat:PATH (by fopen)  put:PATH:TEXT
+ *   clone (as fork, by the bare system call)  vfork (a new image in a vfork child plays the rest, the parent waits)
  *   setuid:ID  stop (prints "ready", waits for a line)  kill (SIGKILL to itself)
  */
 #include <errno.h>
@@ -16,6 +17,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/ioctl.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -29,6 +31,12 @@ static char *self;
 static void say(const char *word, int result, const char *more) {
     if (result) printf("%s -> %s\n", word, strerrorname_np(errno));
     else printf("%s -> ok%s\n", word, more);
+}
+
+static void vfork_and_exec(char **words) {
+    pid_t child = vfork();
+    if (!child) execv(self, words), _exit(127);
+    waitpid(child, 0, 0);
 }
 
 static void play(char **words);
@@ -146,6 +154,18 @@ static void play(char **words) {
                 waitpid(child, 0, 0);
                 return;
             }
+        } else if (!strcmp(field[0], "clone")) {
+            fflush(stdout);
+            long child = syscall(SYS_clone, SIGCHLD, 0, 0, 0, 0);
+            if (child) {
+                waitpid((pid_t)child, 0, 0);
+                return;
+            }
+        } else if (!strcmp(field[0], "vfork")) {
+            fflush(stdout);
+            *words = self;
+            vfork_and_exec(words);
+            return;
         } else if (!strcmp(field[0], "thread")) {
             pthread_t thread;
             pthread_create(&thread, 0, play_thread, words + 1);
