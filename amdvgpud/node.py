@@ -678,7 +678,9 @@ class Node:
 
     async def _refuse_if_gpu_is_used(self, gpu: Gpu, mode: str, slices: Sequence[Slice], force: bool) -> None:
         """``Conflict`` names all that stands in the way at once, so that nobody has to ask again for the next."""
-        await self._read_ledgers([item.name for item in slices])
+        names = [item.name for item in slices]
+        await asyncio.to_thread(self._reclaim, names)  # as for a deletion: what has just ended is in nobody's way
+        await self._read_ledgers(names)
         reasons, idle = [], []
         for item in slices:
             lease = self._book.lease_of(item.name)

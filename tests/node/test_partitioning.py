@@ -100,6 +100,13 @@ async def test_a_lease_a_process_in_a_slice_and_a_kfd_process_are_all_named_at_o
     assert bench.modes.written == []
 
 
+async def test_a_process_that_has_just_ended_is_in_nobodys_way(bench: Bench) -> None:
+    await bench.put("alice")
+    bench.files.run_a_process_in(slice_name("alice"))
+    bench.files.dead_bytes[slice_name("alice")] = 1
+    assert (await bench.node.partition_gpu(FIRST, CPX, force=True)).after == "CPX"
+
+
 async def test_what_is_on_another_gpu_is_in_nobodys_way(bench: Bench) -> None:
     await bench.put("alice", "1")
     bench.files.run_a_process_in(slice_name("alice"))
