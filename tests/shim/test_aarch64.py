@@ -60,7 +60,7 @@ def arm(built: Built) -> Built:
     cc(*flags, "-shared", "-fPIC", *sources, "-o", str(made.gate))
     cc("-O1", "-shared", "-fPIC", str(tests / "stub.c"), "-o", str(made.stub), "-ldl")
     cc("-O1", "-pthread", str(tests / "drive.c"), "-o", str(where / "drive.bin"))
-    inner = [source for source in sources if not source.endswith("gate.c")]
+    inner = [source for source in sources if not source.endswith(("gate.c", "audit.c"))]
     cc("-O1", "-pthread", *inner, str(tests / "unit.c"), "-o", str(where / "unit.bin"))
     for name in ("drive", "unit"):
         script = where / name

@@ -7,6 +7,8 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -201,19 +203,29 @@ def in_a_container(machine: Machine, command: str, preload: str) -> subprocess.C
     )
 
 
+@pytest.fixture
+def for_anybody(built: Built, probes: Probes) -> Iterator[Path]:
+    """Gate, stub and program where any user may reach them, whatever becomes of pytest's own directories."""
+    with tempfile.TemporaryDirectory(prefix="amdvgpu-", dir="/tmp") as folder:
+        where = Path(folder)
+        where.chmod(0o755)
+        for file in (built.gate, built.stub, probes.program):
+            shutil.copy(file, where)
+        yield where
+
+
 @pytest.mark.root
 @pytest.mark.parametrize("how", ["", "env -i", "setpriv --reuid 1000 --clear-groups", "setuid"])
 def test_the_file_reaches_programs_without_an_environment_and_privileged_ones(
-    machine: Machine, probes: Probes, how: str
+    machine: Machine, for_anybody: Path, how: str
 ) -> None:
     machine.slice("a", (0, 550, None))
-    program = shutil.copy(probes.program, machine.built.gate.parent / f"probe-{how[:3] or 'plain'}")
+    program = for_anybody / "probe"
     if how == "setuid":
-        Path(program).chmod(0o4755)
+        program.chmod(0o4755)
         how = "setpriv --reuid 1000 --clear-groups env LD_PRELOAD=/nowhere.so AMDVGPU_VRAM=1 LD_AUDIT=/nowhere.so"
-    done = in_a_container(
-        machine, f"{how} {program} own x {FITS} {TOO_MUCH}", f"{machine.built.gate} {machine.built.stub}"
-    )
+    preload = f"{for_anybody}/libamdvgpu.so {for_anybody}/libstubkfd.so"
+    done = in_a_container(machine, f"{how} {program} own x {FITS} {TOO_MUCH}", preload)
     said = "\n".join(line for line in done.stderr.splitlines() if "/nowhere.so" not in line)
     assert (done.returncode, done.stdout.strip(), said) == (0, HELD, "")
 
