@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +33,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 INSTALLED = Path(amdvgpud._abi.__file__).parent
 MIB = 1 << 20
 ROUNDS = 9
+Figures = Iterator[tuple[str, dict[str, Any]]]
 STARTS = 60
 """Programs started in each of the two ways for one run of a start figure."""
 
@@ -110,7 +111,7 @@ def bed(gate: Path) -> Iterator[Bed]:
 # ----------------------------------------------------------------------------------------- requests over the stub KFD
 
 
-def stub_figures(made: Bed) -> dict[str, Any]:
+def stub_figures(made: Bed) -> Figures:
     guest, stub = made.slice("stub", 48 << 30), [made.folder / "stub.so"]
     loops = 100_000
 
@@ -128,14 +129,12 @@ def stub_figures(made: Bed) -> dict[str, Any]:
         pair.append(with_["pair_ns"] - without["pair_ns"])
         crowded.append(with_64["pair_ns"] - without["pair_ns"])
         other.append(with_["other_ns"] - without["other_ns"])
-    return {
-        "gate: ALLOC+FREE": record(pair, "ns", 120),
-        "gate: ALLOC+FREE, 64 live slots": record(crowded, "ns", 250),
-        "gate: ioctl of another device": record(other, "ns", 5),
-    }
+    yield "gate: ALLOC+FREE", record(pair, "ns", 120)
+    yield "gate: ALLOC+FREE, 64 live slots", record(crowded, "ns", 250)
+    yield "gate: ioctl of another device", record(other, "ns", 5)
 
 
-def contention_figures(made: Bed) -> dict[str, Any]:
+def contention_figures(made: Bed) -> Figures:
     """A million small admissions by six threads in three processes, beside a neighbour who asks for too much."""
     guest, held = made.slice("contended", 1 << 30), made.folder / "held"
     held.write_bytes(struct.pack("<4Q", 1 << 30, 0, 0, 0).ljust(4096, b"\0"))
@@ -144,16 +143,14 @@ def contention_figures(made: Bed) -> dict[str, Any]:
     refused, done = map(int, said.split())
     over = struct.unpack_from("<4Q", held.read_bytes())[2]
     assert done + refused >= 1_000_000
-    return {
-        "gate: false refusals in 1,000,000 contended admissions": record([refused], "", 0),
-        "gate: over-commits in 1,000,000 contended admissions": record([over], "", 0),
-    }
+    yield "gate: false refusals in 1,000,000 contended admissions", record([refused], "", 0)
+    yield "gate: over-commits in 1,000,000 contended admissions", record([over], "", 0)
 
 
 # ------------------------------------------------------------------------------------------- the real HIP over softkfd
 
 
-def hip_figures(made: Bed) -> dict[str, Any]:
+def hip_figures(made: Bed) -> Figures:
     guest, softkfd = made.slice("hip", 48 << 30), [INSTALLED / "libsoftkfd.so"]
 
     def timed(*words: str | int, gate: bool) -> float:
@@ -166,21 +163,17 @@ def hip_figures(made: Bed) -> dict[str, Any]:
             runs.append((with_ / without - 1) * 100 if percent else with_ - without)
         return runs
 
-    return {
-        "gate: hipMalloc+hipFree, 4 KiB": record(differences("pairs", 4096, 20_000), "ns", 50),
-        "gate: hipMalloc+hipFree, 2 MiB": record(differences("pairs", 2 * MIB, 2000, percent=True), "%", 2),
-        "gate: hipMalloc+hipFree, 64 MiB": record(differences("pairs", 64 * MIB, 2000, percent=True), "%", 2),
-        "gate: hipMalloc+hipFree, 4 KiB, 8 threads in 4 processes": record(
-            differences("pairs", 4096, 5000, 4, 2), "ns", 50
-        ),
-        "gate: hipMalloc+hipFree, 2 MiB, 8 threads in 4 processes": record(
-            differences("pairs", 2 * MIB, 500, 4, 2, percent=True), "%", 2
-        ),
-        "gate: hipMemGetInfo": record(differences("info", 20_000), "ns", 500),
-        "gate: start of a HIP program": record(
-            start_differences(made, [made.folder / "hiptime", "start"], softkfd, guest, starts=20)[0], "ms", 1.5
-        ),
-    }
+    pairs = "gate: hipMalloc+hipFree, "
+    yield pairs + "4 KiB", record(differences("pairs", 4096, 20_000), "ns", 50)
+    yield pairs + "2 MiB", record(differences("pairs", 2 * MIB, 2000, percent=True), "%", 2)
+    yield pairs + "64 MiB", record(differences("pairs", 64 * MIB, 2000, percent=True), "%", 2)
+    many = ", 8 threads in 4 processes"
+    yield pairs + "4 KiB" + many, record(differences("pairs", 4096, 5000, 4, 2), "ns", 50)
+    yield pairs + "2 MiB" + many, record(differences("pairs", 2 * MIB, 500, 4, 2, percent=True), "%", 2)
+    yield "gate: hipMemGetInfo", record(differences("info", 20_000), "ns", 500)
+    starts, processor = start_differences(made, [made.folder / "hiptime", "start"], softkfd, guest, starts=10)
+    yield "gate: start of a HIP program", record(starts, "ms", 1.5)
+    yield "gate: start of a HIP program, processor time", record(processor, "ms", 1.5)
 
 
 # --------------------------------------------------------------------------------------------------------------- starts
@@ -217,22 +210,19 @@ def start_differences(
     return walls, processors
 
 
-def start_figures(made: Bed) -> dict[str, Any]:
+def start_figures(made: Bed) -> Figures:
     in_slice = start_differences(made, ["/bin/true"], [], made.slice("start", 1 << 30))
     outside = start_differences(made, ["/bin/true"], [], None)
-    return {
-        "gate: start of /bin/true in a slice": record(in_slice[0], "ms", 1),
-        "gate: start of /bin/true in a slice, processor time": record(in_slice[1], "ms", 1),
-        "gate: start of /bin/true without a slice": record(outside[0], "ms", 1),
-    }
+    yield "gate: start of /bin/true in a slice", record(in_slice[0], "ms", 1)
+    yield "gate: start of /bin/true in a slice, processor time", record(in_slice[1], "ms", 1)
+    yield "gate: start of /bin/true without a slice", record(outside[0], "ms", 1)
 
 
-def figures(gate: Path = INSTALLED / "libamdvgpu.so") -> Iterator[tuple[str, dict[str, Any]]]:
+def figures(gate: Path = INSTALLED / "libamdvgpu.so") -> Figures:
     """All of them by name, as they come. About three minutes."""
-    groups: list[Callable[[Bed], dict[str, Any]]] = [stub_figures, contention_figures, start_figures, hip_figures]
     with bed(gate) as made:
-        for group in groups:
-            yield from group(made).items()
+        for group in (stub_figures, contention_figures, start_figures, hip_figures):
+            yield from group(made)
 
 
 if __name__ == "__main__":  # by itself, and for another build of the gate: gate.py [PATH]
