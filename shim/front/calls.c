@@ -223,9 +223,10 @@ static int captures(void *stream) {
  * what they keep before they fail, and fail cleanly. */
 #define PIECE (32ULL << 20)
 
-static int grows_in_pieces(void) {
+/* 70253211 and the like: major, two digits of minor, patch. */
+static int is_from(int major) {
     int version = 0;
-    return front_real[F_hipRuntimeGetVersion] && !REAL(hipRuntimeGetVersion, int *)(&version) && version >= 70000000;
+    return front_real[F_hipRuntimeGetVersion] && !REAL(hipRuntimeGetVersion, int *)(&version) && version >= major * 10000000;
 }
 
 static int async_fits(uint64_t bytes, void *pool, void *stream) {
@@ -234,7 +235,7 @@ static int async_fits(uint64_t bytes, void *pool, void *stream) {
     if (captures(stream)) return fits(device, bytes, cached_for_graphs(device));
     if (!pool && front_real[F_hipDeviceGetMemPool]) REAL(hipDeviceGetMemPool, void **, int)(&pool, device);
     uint64_t cached = cached_in_pool(pool);
-    if (bytes <= cached || bytes > (uint64_t)1 << 60 || !grows_in_pieces()) return fits(device, bytes, cached);
+    if (bytes <= cached || bytes > (uint64_t)1 << 60 || !is_from(7)) return fits(device, bytes, cached);
     return fits(device, (bytes + PIECE - 1) / PIECE * PIECE + (bytes > PIECE ? PIECE : 0), 0);
 }
 
@@ -332,7 +333,7 @@ static int ours_hipGraphAddNode(void **node, void *graph, void *const *before, s
 }
 
 /* What a graph that is ready to run needs; written under `graphs_lock`, which is held for a few instructions. */
-static struct { void *exec; int device, launched; uint64_t bytes; } graphs[MAX_GRAPHS];
+static struct { void *exec; int device; uint64_t bytes; } graphs[MAX_GRAPHS];
 static int graphs_lock;
 
 static void lock_graphs(void) { while (__atomic_exchange_n(&graphs_lock, 1, __ATOMIC_ACQUIRE)) AVG_SYS(sched_yield, 0, 0, 0, 0); }
@@ -343,7 +344,7 @@ static void remember_graph(void *exec, int device, uint64_t bytes) {
     for (int i = 0, left = bytes != 0; i < MAX_GRAPHS; i++) {
         if (graphs[i].exec == exec) graphs[i].exec = NULL;
         if (left && !graphs[i].exec) {
-            graphs[i].exec = exec, graphs[i].device = device, graphs[i].bytes = bytes, graphs[i].launched = 0;
+            graphs[i].exec = exec, graphs[i].device = device, graphs[i].bytes = bytes;
             left = 0;
         }
     }
@@ -354,6 +355,7 @@ static void remember_graph(void *exec, int device, uint64_t bytes) {
  * of child graphs are not looked at. */
 static void weigh_graph(void *exec, void *graph) {
     size_t count = 0;
+    if (!is_from(6)) return; /* 5 takes it when the node is added */
     if (!front_real[F_hipGraphGetNodes] || !front_real[F_hipGraphNodeGetType] || !front_real[F_hipGraphMemAllocNodeGetParams]) return;
     if (REAL(hipGraphGetNodes, void *, void **, size_t *)(graph, NULL, &count) || !count || count > 1 << 20) return;
     struct taken { void *pointer; uint64_t bytes; };
@@ -409,21 +411,16 @@ static int ours_hipGraphExecDestroy(void *exec) {
     return REAL(hipGraphExecDestroy, void *)(exec);
 }
 
-/* The first launch only: afterwards its memory may still be there, and no runtime tells. */
+/* Every launch takes its memory anew: 6 gives back what the last one took some time after it was freed in the graph, 7.2
+ * not at all. Both crash where a launch gets none. */
 static int graph_fits(void *exec) {
     uint64_t bytes = 0;
     int device = -1;
     lock_graphs();
     for (int i = 0; i < MAX_GRAPHS; i++)
-        if (graphs[i].exec == exec && !graphs[i].launched) bytes = graphs[i].bytes, device = graphs[i].device;
+        if (graphs[i].exec == exec) bytes = graphs[i].bytes, device = graphs[i].device;
     unlock_graphs();
-    if (!bytes) return 1;
-    if (!fits(device, bytes, cached_for_graphs(device))) return 0;
-    lock_graphs();
-    for (int i = 0; i < MAX_GRAPHS; i++)
-        if (graphs[i].exec == exec) graphs[i].launched = 1;
-    unlock_graphs();
-    return 1;
+    return !bytes || fits(device, bytes, cached_for_graphs(device));
 }
 
 static int ours_hipGraphLaunch(void *exec, void *stream) {

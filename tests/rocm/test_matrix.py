@@ -221,11 +221,11 @@ def two_slices_of_one_gpu_in_one_container_add(bed: Any, runtime: Any) -> Figure
 
 @case
 def two_processes_race(bed: Any, runtime: Any) -> Figures:
-    """Five rounds; together never over, and not far under."""
+    """Three rounds; together never over, and not far under."""
     peaks, statuses = [], []
     here = bed("mi210")
     here.slice("a", (0, QUOTA_MIB, None))
-    for _ in range(5):
+    for _ in range(3):
         (here.machine / "log.jsonl").write_text("")
         racers = [here.start(f"take:malloc:{STEP_MIB}", "wait") for _ in range(2)]
         for racer in racers:
@@ -234,7 +234,7 @@ def two_processes_race(bed: Any, runtime: Any) -> Figures:
         for racer in racers:
             racer.communicate("\n", timeout=100)
             statuses.append(racer.returncode)
-    return {"taken_mib": [between(QUOTA_MIB - STEP_MIB - 2 * KEPT_MIB, QUOTA_MIB)] * 5, "status": [0] * 10}, {
+    return {"taken_mib": [between(QUOTA_MIB - STEP_MIB - 2 * KEPT_MIB, QUOTA_MIB)] * 3, "status": [0] * 6}, {
         "taken_mib": peaks,
         "status": statuses,
     }
@@ -246,14 +246,16 @@ def two_processes_race_for_their_reserves(bed: Any, runtime: Any) -> Figures:
     here = bed("mi210")
     here.slice("a", (0, 1250, None))
     statuses, peaks = [], []
-    for _ in range(5):
+    for _ in range(3):
         (here.machine / "log.jsonl").write_text("")
         racers = [here.start("streams:1", "take:malloc:64:4", "wait") for _ in range(2)]
         for racer in racers:
+            until_waiting(racer)
+        peaks.append(SHARED["peak_mib"](here.asked(), here.inventory.partitions[0].kfd_gpu_id))
+        for racer in racers:
             racer.communicate("\n", timeout=100)
             statuses.append(racer.returncode)
-        peaks.append(SHARED["peak_mib"](here.asked(), here.inventory.partitions[0].kfd_gpu_id))
-    return {"status": [0] * 10, "over": 0}, {"status": statuses, "over": max(0, max(peaks) - 2 * 1250)}
+    return {"status": [0] * 6, "taken_mib": [between(512, 1250)] * 3}, {"status": statuses, "taken_mib": peaks}
 
 
 def until_waiting(started: Any) -> list[dict[str, Any]]:
@@ -316,9 +318,11 @@ def an_imported_handle_is_not_charged(bed: Any, runtime: Any) -> Figures:
     here = bed("mi210")
     here.slice("a", (0, QUOTA_MIB, None))
     handle = here.folder / "handle"
-    owner = here.start(f"export:{handle}", "wait")
+    # 7.2.4 goes by dma-buf unless told, and then fails over softkfd without the gate as well.
+    legacy = {"HSA_ENABLE_IPC_MODE_LEGACY": "1"}
+    owner = here.start(f"export:{handle}", "wait", **legacy)
     exported = until_waiting(owner)
-    other = here.start(f"import:{handle}", f"take:malloc:{STEP_MIB}", "wait")
+    other = here.start(f"import:{handle}", f"take:malloc:{STEP_MIB}", "wait", **legacy)
     lines = until_waiting(other)
     used = here.used_mib()
     for started in (owner, other):
@@ -660,6 +664,21 @@ def front_refuses_more_than_there_is_and_leaves_the_rest(bed: Any, runtime: Any)
     ran = here.run("take:async:4096:1", "take:async:1024:1", "take:malloc:512:1")
     return {"errors": [OUT, OK, OK], "status": 0}, {
         "errors": [line["error"] for line in ran.lines if line["op"] == "take"],
+        "status": ran.status,
+    }
+
+
+@case
+def front_refuses_a_launch_for_which_there_is_no_room(bed: Any, runtime: Any) -> Figures:
+    """A graph made ready in time: 6.4.3 and 7.2.4 crash where it then gets no memory. Once there is some, it runs."""
+    if runtime.number < (5, 7):
+        return {"known": False}, {"known": False}
+    ran = front_bed(bed, runtime).run("late:1024:1200")
+    # 5.7 takes a graph's memory when the node is added, so it is the other allocation that finds no room.
+    ready, first = (OUT, OK) if runtime.number < (6,) else (OK, OUT)
+    return {"ready": ready, "launches": [first, OK], "status": 0}, {
+        "ready": next(line["error"] for line in ran.lines if line["op"] == "ready"),
+        "launches": [line["error"] for line in ran.lines if line["op"] == "launch"][:2],
         "status": ran.status,
     }
 

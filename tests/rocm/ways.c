@@ -15,6 +15,7 @@
  *   export / import:FILE   an IPC handle of 256 MiB written to, and read from, FILE
  *   cooperative:BLOCKS     hipLaunchCooperativeKernel with that grid
  *   occupancy              blocks per multiprocessor times multiprocessors
+ *   late:MIB:TAKEN         a graph that allocates MIB, made ready; TAKEN MIB taken; launched; TAKEN given back; launched
  *   proc:HOW               multiprocessors asked by way of dlsym (on a handle), default (RTLD_DEFAULT), hip (hipGetProcAddress) */
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -170,6 +171,32 @@ static hipError_t t_graph(void **p, size_t n) {
   if (!e) e = hipGraphAddMemAllocNode(&node, g, 0, 0, &want);
   *p = want.dptr;
   return e ? e : launch(g);
+}
+/* Made ready while there is room for it, launched when there is none. */
+static void launch_late(size_t graph_bytes, size_t taken_bytes) {
+  hipGraph_t g;
+  hipGraphExec_t x;
+  hipGraphNode_t node, freed;
+  hipMemAllocNodeParams want = alloc_node(graph_bytes);
+  void *p = NULL;
+  hipError_t e = a_stream() ? hipGraphCreate(&g, 0) : hipErrorUnknown, f;
+  if (!e) e = hipGraphAddMemAllocNode(&node, g, 0, 0, &want);
+  if (!e) e = hipGraphAddMemFreeNode(&freed, g, &node, 1, want.dptr);
+  if (!e) e = hipGraphInstantiate(&x, g, 0, 0, 0);
+  if (!e) e = hipMalloc(&p, taken_bytes);
+  say("ready", e);
+  f = hipGraphLaunch(x, a_stream());
+  if (!f) f = hipStreamSynchronize(a_stream());
+  say("launch", f);
+  e = hipFree(p);
+  f = hipGraphLaunch(x, a_stream());
+  if (!f) f = hipStreamSynchronize(a_stream());
+  say("launch", e ? e : f);
+  e = hipMalloc(&p, taken_bytes);
+  say("taken", e);
+  f = hipGraphLaunch(x, a_stream());
+  if (!f) f = hipStreamSynchronize(a_stream());
+  say("launch", f);
 }
 static hipError_t t_captured(void **p, size_t n) {
   hipGraph_t g = NULL;
@@ -397,6 +424,13 @@ static void export_to(const char *path) {
   say("export", e);
 }
 
+#if HV < 503
+static void launch_late(size_t graph_bytes, size_t taken_bytes) {
+  (void)graph_bytes, (void)taken_bytes;
+  say("ready", hipErrorNotSupported);
+}
+#endif
+
 static void import_from(const char *path) {
   hipIpcMemHandle_t h;
   void *p;
@@ -443,6 +477,10 @@ int main(int argc, char **argv) {
     else if (!strcmp(word, "cooperative")) cooperative(atoi(rest));
     else if (!strcmp(word, "occupancy")) occupancy();
     else if (!strcmp(word, "proc")) by_name(rest);
+    else if (!strcmp(word, "late")) {
+      char *taken = strchr(rest, ':');
+      launch_late(strtoull(rest, NULL, 10) * MIB, taken ? strtoull(taken + 1, NULL, 10) * MIB : 0);
+    }
     else if (!strcmp(word, "exec")) {
       argv[i] = argv[0];
       execv("/proc/self/exe", argv + i);
