@@ -14,7 +14,7 @@ import secrets
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Protocol, TypeVar
+from typing import Final, TypeVar
 
 from amdvgpud.core import modes
 from amdvgpud.core import plan as planner
@@ -36,6 +36,7 @@ from amdvgpud.core.model import (
 )
 from amdvgpud.core.modes import Target
 from amdvgpud.core.plan import Plan
+from amdvgpud.ports import CdiSpecs, CdiStatus, Journal, Modes, NoModes, SliceFiles, Sysfs, named
 
 log = logging.getLogger(__name__)
 
@@ -48,126 +49,6 @@ EVENT_RING: Final = 1024
 """Events kept for those who come back late; older ones are dropped and the reader is told to read the lists again."""
 
 _T = TypeVar("_T")
-
-
-class Sysfs(Protocol):
-    """Reads the machine. Does not raise for what it finds there: that is what ``unusable`` is for."""
-
-    def read_inventory(self) -> Inventory: ...
-
-    def vram_used_bytes(self, pci_address: str) -> int | None:
-        """The driver's own figure for the whole device; None where it cannot be had (absent is not zero)."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class KfdUser:
-    """A process that has a GPU open through the KFD. ``command`` for people; ``?`` where it cannot be read."""
-
-    pid: int
-    command: str
-    kfd_gpu_ids: frozenset[int] = frozenset()
-    """All that it has open: what its device cgroup admits, so on the host every GPU, in a container its own."""
-
-
-def named(users: Sequence[KfdUser]) -> str:
-    """At most eight of them, for a sentence."""
-    shown = ", ".join(f"{user.pid} ({user.command})" for user in users[:8])
-    return shown + (f" and {len(users) - 8} more" if len(users) > 8 else "")
-
-
-class Modes(Protocol):
-    """Cuts a GPU anew. Never asked by anybody but :meth:`Node.partition_gpu`, one switch at a time."""
-
-    def users(self, gpu: Gpu | None) -> tuple[KfdUser, ...]:
-        """The processes that have ``gpu`` open (None: any GPU), by pid; those that can be seen."""
-        ...
-
-    def set_compute(self, gpu: Gpu, mode: str) -> None:
-        """Returns when it is done. ``Conflict``: the driver does not allow it now; ``HostFailure``: it could not."""
-        ...
-
-    def request_memory(self, gpu: Gpu, mode: str) -> None:
-        """Note that the driver shall come up with this memory mode when it is loaded anew. Errors as above."""
-        ...
-
-
-class NoModes:
-    """Where nothing can be cut anew: a :class:`Modes` that says so."""
-
-    def users(self, gpu: Gpu | None) -> tuple[KfdUser, ...]:
-        return ()
-
-    def set_compute(self, gpu: Gpu, mode: str) -> None:
-        raise HostFailure(f"{gpu.id}: this daemon was put together without a way to switch modes")
-
-    def request_memory(self, gpu: Gpu, mode: str) -> None:
-        self.set_compute(gpu, mode)
-
-
-class Journal(Protocol):
-    """The Book on disk. ``commit`` returns when the change would survive a power cut."""
-
-    def load(self) -> Book:
-        """``StateUnreadable`` (file untouched) where it cannot be understood; an empty Book where there is none."""
-        ...
-
-    def commit(self, before: Book, after: Book) -> None: ...
-
-
-class SliceFiles(Protocol):
-    """The policy and ledger files of each slice (design: one directory a slice). Every call is idempotent."""
-
-    @property
-    def warnings(self) -> Sequence[str]:
-        """What is less than it should be here, for operators: slices' files without a size limit, say."""
-        ...
-
-    def prepare(self) -> None:
-        """The directory of slices, on its own size-limited tmpfs where that can be had. ``HostFailure`` if not."""
-        ...
-
-    def write(self, item: Slice, inventory: Inventory) -> None:
-        """Make the slice's directory, or bring its policy up to date in place; ledgers keep inode and content."""
-        ...
-
-    def remove(self, name: SliceName) -> None: ...
-
-    def names(self) -> frozenset[SliceName]:
-        """The slices that have a directory, whoever made it."""
-        ...
-
-    def usage(self, name: SliceName) -> Usage:
-        """A picture of the ledger, read with pread and bounds checked; a damaged file is a finding, not an error.
-
-        ``NotFound`` where the slice has no directory.
-        """
-        ...
-
-    def reclaim(self, name: SliceName) -> int:
-        """Return the charges of dead processes to the slice; the bytes returned. ``NotFound`` as :meth:`usage`."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class CdiStatus:
-    path: str
-    written: bool
-    """False: there is no file, because there is no slice to name or because the last write failed."""
-    error: str | None
-    conflicts: tuple[str, ...]
-
-
-class CdiSpecs(Protocol):
-    """The CDI file. The previous one stays whole until a valid new one replaces it."""
-
-    def publish(self, slices: Sequence[Slice], inventory: Inventory) -> CdiStatus: ...
-
-    def render(self, slices: Sequence[Slice], inventory: Inventory) -> dict[str, object]:
-        """The document that ``publish`` would write (``devices`` may be empty here)."""
-        ...
-
-    def status(self) -> CdiStatus: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from amdvgpud.core.model import (
     Usage,
 )
 from amdvgpud.core.modes import profiles
-from amdvgpud.node import CdiStatus, KfdUser
+from amdvgpud.ports import CdiStatus, KfdUser
 
 GIB = 1024**3
 

@@ -28,7 +28,7 @@ from amdvgpud.core.cumask import layout_hash
 from amdvgpud.core.errors import AmdvgpuError, Invalid
 from amdvgpud.core.model import Inventory, Partition, Slice, SliceName
 from amdvgpud.core.render import slice_environment
-from amdvgpud.node import CdiStatus
+from amdvgpud.ports import CdiStatus
 
 log = logging.getLogger(__name__)
 
@@ -526,7 +526,7 @@ _PLAIN_NODE_OPTIONS: Final = ("rw", "nosuid", "nodev", "bind")
 
 
 class CdiFile:
-    """The file of this node's slices in ``cdi_dir``; the implementation of :class:`amdvgpud.node.CdiSpecs`.
+    """The file of this node's slices in ``cdi_dir``; the implementation of :class:`amdvgpud.ports.CdiSpecs`.
 
     ``run_dir`` is where the slices' directories lie (``slices/<name>/guest``); ``library`` the gate on this host;
     ``sysfs_root`` where device nodes are looked for. ``simulated`` changes the rendering to plain files bind-mounted

@@ -41,13 +41,13 @@ from amdvgpud.host.cdi import (
     remove_file,
     replace_file,
 )
-from amdvgpud.node import CdiSpecs, CdiStatus
+from amdvgpud.ports import CdiSpecs, CdiStatus
 
 log = logging.getLogger(__name__)
 
 
 class WithPartitions:
-    """A :class:`amdvgpud.node.CdiSpecs` that publishes what ``inner`` does, and the whole partitions beside it.
+    """A :class:`amdvgpud.ports.CdiSpecs` that publishes what ``inner`` does, and the whole partitions beside it.
 
     ``kind`` is that of the slices; ours has its vendor. ``Invalid`` if it is ours already.
     """

@@ -472,7 +472,7 @@ def _namespace_of(entry: Path) -> int:
 
 
 class LedgerFiles:
-    """The slices' directories under ``run_dir/slices`` (:class:`amdvgpud.node.SliceFiles`). Not thread safe.
+    """The slices' directories under ``run_dir/slices`` (:class:`amdvgpud.ports.SliceFiles`). Not thread safe.
 
     ``warnings`` says in whole sentences what could not be had (a tmpfs of its own) and what that means.
     """

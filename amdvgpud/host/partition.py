@@ -19,7 +19,7 @@ from typing import Final
 
 from amdvgpud.core.errors import Conflict, HostFailure
 from amdvgpud.core.model import Gpu
-from amdvgpud.node import KfdUser, named
+from amdvgpud.ports import KfdUser, named
 
 _OF_GPU: Final = re.compile(r"(?:vram|sdma|stats|counters)_(\d{1,10})", re.ASCII)
 
@@ -34,7 +34,7 @@ def write_attribute(path: Path, text: str) -> None:
 
 
 class PartitionFiles:
-    """The implementation of :class:`amdvgpud.node.Modes` on a directory that holds ``sys/``.
+    """The implementation of :class:`amdvgpud.ports.Modes` on a directory that holds ``sys/``.
 
     ``write`` is the pen: a simulated machine's is its simulated driver. ``alive`` tells whether a process of
     ``kfd/proc`` still lives: the kernel removes its folder with it, a simulation only later.

@@ -26,7 +26,8 @@ from amdvgpud.core.modes import Target, parse_want
 from amdvgpud.core.plan import Plan, resize
 from amdvgpud.core.render import partition_device, reserved_partitions
 from amdvgpud.core.sizes import parse_size
-from amdvgpud.node import CdiSpecs, Node, NodeView
+from amdvgpud.node import Node, NodeView
+from amdvgpud.ports import CdiSpecs
 from amdvgpud.serve import conditions, problem, routes, views
 from amdvgpud.serve.metrics import CLASSIC, OPENMETRICS, Metrics
 from amdvgpud.serve.routes import Call, Reply, Route

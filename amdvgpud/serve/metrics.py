@@ -28,7 +28,8 @@ from prometheus_client.openmetrics import exposition as openmetrics_exposition
 from amdvgpud.core import errors
 from amdvgpud.core.model import Gpu, GpuId, Inventory, Slice, Usage
 from amdvgpud.core.plan import capacities
-from amdvgpud.node import CdiSpecs, CdiStatus, NodeView, Sysfs
+from amdvgpud.node import NodeView
+from amdvgpud.ports import CdiSpecs, CdiStatus, Sysfs
 from amdvgpud.serve import views
 
 CLASSIC: Final = "text/plain; version=0.0.4; charset=utf-8"

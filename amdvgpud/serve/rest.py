@@ -31,7 +31,8 @@ import msgspec
 from aiohttp import HttpVersion11, web
 
 from amdvgpud.core.errors import HostFailure, Invalid
-from amdvgpud.node import CdiSpecs, Node
+from amdvgpud.node import Node
+from amdvgpud.ports import CdiSpecs
 from amdvgpud.serve import access, conditions, problem, routes
 from amdvgpud.serve.access import Caller
 from amdvgpud.serve.endpoints import ROUTES, About, Endpoints, Process

@@ -24,7 +24,7 @@ from amdvgpud.core.model import (
     slice_name,
 )
 from amdvgpud.host.store import BookStore
-from amdvgpud.node import Journal
+from amdvgpud.ports import Journal
 from tests.fakes import GIB, MemoryJournal
 
 Open = Callable[[], Journal]

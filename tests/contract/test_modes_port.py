@@ -15,7 +15,7 @@ from amdvgpud.core.errors import AmdvgpuError, Conflict
 from amdvgpud.core.model import Gpu, Inventory
 from amdvgpud.host.partition import PartitionFiles
 from amdvgpud.host.sysfs import SysfsReader
-from amdvgpud.node import KfdUser, Modes
+from amdvgpud.ports import KfdUser, Modes
 from amdvgpud.sim.driver import SimulatedDriver
 from amdvgpud.sim.models import parse_simulation
 from amdvgpud.sim.tree import build_tree

@@ -44,7 +44,7 @@ from amdvgpud.host.cdi import (
     minimum_version,
     parse_spec,
 )
-from amdvgpud.node import CdiStatus
+from amdvgpud.ports import CdiStatus
 
 GIB = 2**30
 LAYOUT = CuLayout(1, 4, 2, (8,) * 8, wgp=True)

@@ -11,7 +11,7 @@ import pytest
 
 from amdvgpud.core.errors import AmdvgpuError, Conflict, HostFailure
 from amdvgpud.host.partition import PartitionFiles, write_attribute
-from amdvgpud.node import KfdUser
+from amdvgpud.ports import KfdUser
 from tests.fakes import a_gpu, in_mode
 
 GPU = a_gpu(0)

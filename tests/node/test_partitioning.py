@@ -10,7 +10,8 @@ import pytest
 from amdvgpud.core.errors import Conflict, HostFailure, Invalid, Stale
 from amdvgpud.core.model import Compute, ComputePolicy, GpuId, Holder, Inventory, Request, slice_name
 from amdvgpud.core.modes import Target, parse_targets
-from amdvgpud.node import SETTLING_LOOKS, KfdUser, Node, Repartition
+from amdvgpud.node import SETTLING_LOOKS, Node, Repartition
+from amdvgpud.ports import KfdUser
 from tests.fakes import GIB, Crash, MemoryCdi, MemoryFiles, MemoryJournal, StillModes, StillSysfs, an_inventory
 
 FIRST = GpuId("GPU-00000000abcd0000")

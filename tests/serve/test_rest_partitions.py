@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from amdvgpud.core.model import GpuId
-from amdvgpud.node import KfdUser
+from amdvgpud.ports import KfdUser
 from tests.fakes import GIB, StillModes
 
 FIRST = "GPU-00000000abcd0000"
