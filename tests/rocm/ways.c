@@ -10,6 +10,7 @@
  *   device:N               hipSetDevice
  *   setenv:A=B, unsetenv:A of this process
  *   fork                   the rest is done by a child; its end is waited for
+ *   quit                   end without the runtime's own end
  *   exec                   the rest is done by a new image of this program
  *   wait                   for a line on standard input; prints that it waits
  *   export / import:FILE   an IPC handle of 256 MiB written to, and read from, FILE
@@ -465,6 +466,7 @@ int main(int argc, char **argv) {
     else rest = word + strlen(word);
     if (!strcmp(word, "take")) take(rest);
     else if (!strcmp(word, "drop")) for (; takes; takes--) give_back(taken[takes - 1]);
+    else if (!strcmp(word, "quit")) fflush(stdout), _exit(0);
     else if (!strcmp(word, "questions")) questions();
     else if (!strcmp(word, "streams")) streams(atoi(rest));
     else if (!strcmp(word, "mask")) masked_stream(rest);
