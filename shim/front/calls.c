@@ -251,8 +251,8 @@ static int ours_hipMallocFromPoolAsync(void **at, size_t bytes, void *pool, void
 
 /* ------------------------------------------------------------------------------------------ arrays: success is checked */
 
-/* An array that gets no VRAM is put into pinned host memory by all four runtimes, which answer success: a texture a hundred
- * times slower than it should be, and nobody is told. How much VRAM it needs is known only to the runtime (tiling), so it
+/* For an array that gets no VRAM all four runtimes answer success; 6.4.3 was seen to put it into pinned host memory. That is
+ * a texture far slower than it should be, and nobody is told. How much VRAM it needs is known only to the runtime (tiling), so it
  * is let run; where the largest piece of VRAM that it asked for on this thread was refused, the array is given back. A slice
  * that may be served by host memory is served by the gate, whose answer is then a yes. */
 struct listener { void *thread; uint64_t bytes; int refused; };
