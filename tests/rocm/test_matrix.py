@@ -88,7 +88,7 @@ ABSENT = {
 
 HELD_AT_EXIT = ("map", "graph", "captured", "graphnode")
 CRASHES_AT_EXIT = -signal.SIGSEGV
-"""6.4.3, at the exit of any program that holds such memory then: far from the quota, and without the gate, as well."""
+"""6.4.3, at the exit of any program that holds such memory then: far from the quota too. Not tried without the gate."""
 
 
 def by_way(way: str) -> Case:
