@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import os
@@ -219,6 +220,9 @@ class Daemon:
             self._supervisor.notify(f"EXTEND_TIMEOUT_USEC={allowed_s * 1_000_000}", "STATUS=Partitioning GPUs")
             await node.apply_targets(targets)
         api = self._api()
+        # What the start has made lives as long as the daemon. The collector would walk it again and again in the midst
+        # of requests, tens of milliseconds at a time.
+        gc.freeze()
         try:
             await self._open_doors(api)
             self._supervisor.notify("READY=1", f"STATUS={node!r}")

@@ -739,7 +739,11 @@ class Node:
             self._scan_failure = None
 
     async def _reconcile(self, inventory: Inventory) -> None:
-        """Make files and CDI say what the Book says on ``inventory``. The same at start, after a crash, on hot-plug."""
+        """Make files and CDI say what the Book says on ``inventory``. The same at start, after a crash, on hot-plug.
+
+        On a machine that has not changed since the last time, the files that are there say so already.
+        """
+        same = self._ready and inventory == self._inventory
         if inventory != self._inventory:
             usable = ", ".join(f"{g.index}:{g.product_name}" for g in inventory.gpus)
             self._inventory = inventory
@@ -747,7 +751,7 @@ class Node:
         was_lost = self._lost
         reasons = {item.name: lost_reason(item, inventory) for item in self._book.slices.values()}
         self._lost = {name: reason for name, reason in reasons.items() if reason is not None}
-        await asyncio.to_thread(self._repair)
+        await asyncio.to_thread(self._repair, was_lost.keys() if same else self._book.slices.keys())
         for name in self._book.slices:
             if name in self._lost and name not in was_lost:
                 self._tell("slice.lost", name, self._lost[name])
@@ -755,11 +759,16 @@ class Node:
                 self._tell("slice.returned", name, "what it was cut from is back, and so are its files")
         await self._read_ledgers(list(self._book.slices))
 
-    def _repair(self) -> None:
-        """Files and CDI for all live slices. One that fails is reported and must not keep the others from working."""
+    def _repair(self, stale: Iterable[SliceName]) -> None:
+        """Files, of ``stale`` slices and of those that have none, and CDI for all live slices.
+
+        A slice that fails is reported and must not keep the others from working.
+        """
+        there = self._files.names()
+        wanting = set(stale) | (self._book.slices.keys() - there)
         for item in self._book.slices.values():
-            if item.name in self._lost:
-                continue  # whoever still runs in it keeps the policy that was; the GPU it names is not there
+            if item.name in self._lost or item.name not in wanting:
+                continue  # whoever still runs in a lost one keeps the policy that was; the GPU it names is not there
             try:
                 self._files.write(item, self._inventory)
             except Exception as error:
@@ -768,7 +777,7 @@ class Node:
         live = [s for s in self._book.slices.values() if s.name not in self._lost]
         if (refusal := self._cdi.publish(live, self._inventory).error) is not None:
             log.warning("The CDI file could not be written, the previous one stays: %s", refusal)
-        for name in self._files.names() - self._book.slices.keys():
+        for name in there - self._book.slices.keys():
             self._remove(name)  # left by a crash between journal and files; nobody was ever told of it
         broken = planner.check(self._book, self._inventory)
         for sentence in broken:

@@ -268,6 +268,7 @@ def _restore_ledger(fd: int, gpu_count: int, slice_key: int) -> None:
 
 _OCCUPIED: Final = int(ffi.offsetof("struct avg_ledger", "occupied"))
 """Byte offset of the first field of the head that the gates write; those before it are ours."""
+_OCCUPIED_BYTES: Final = slice(_OCCUPIED, _OCCUPIED + lib.AVG_SLOTS // 8)
 
 
 def _ledger_head(gpu_count: int, slice_key: int) -> bytes:
@@ -492,6 +493,8 @@ class LedgerFiles:
         self._tmpfs_bytes = tmpfs_bytes
         self._proc = proc
         self._damaged: dict[SliceName, str] = {}
+        self._quiet: dict[SliceName, tuple[bytes, Usage]] = {}
+        """Slices in which nobody is, as they were last read: (what :meth:`_glance` saw before, the picture)."""
 
     def prepare(self) -> None:
         """The directory of slices, on its own size-limited tmpfs. ``HostFailure``: not even the directory.
@@ -518,6 +521,7 @@ class LedgerFiles:
     def write(self, item: Slice, inventory: Inventory) -> None:
         """Make or update the slice's directory; idempotent. ``NotFound`` and ``HostFailure`` as :func:`write_slice`."""
         placed = _placed(item, inventory)
+        self._quiet.pop(item.name, None)
         try:
             self._write(item, placed, inventory)
         except HostFailure as error:
@@ -557,6 +561,7 @@ class LedgerFiles:
                 home.rename(old)
             _discard(old)
         self._damaged.pop(name, None)
+        self._quiet.pop(name, None)
 
     def names(self) -> frozenset[SliceName]:
         if not self.slices.is_dir():
@@ -567,6 +572,10 @@ class LedgerFiles:
         """A picture of the ledger. A file that was cut short, grown or overwritten is mended here and now, and the
         slice stays ``damaged`` for as long as its directory lives: what was lost from it cannot come back.
         """
+        glance = self._glance(name)
+        if glance is not None and glance == self._quiet.get(name, (None, None))[0]:
+            return self._quiet[name][1]
+        self._quiet.pop(name, None)
         guest = self.slices / name / "guest"
         policy = _read_policy(guest)
         if policy is None:
@@ -578,10 +587,14 @@ class LedgerFiles:
         usage = _read_usage(name, raw, policy, self._damaged.get(name))
         if usage.damaged is not None:
             self._flag(name, usage.damaged)
+        elif glance is not None and not usage.processes and not any(glance[_OCCUPIED_BYTES]):
+            self._quiet[name] = glance, usage
         return usage
 
     def reclaim(self, name: SliceName) -> int:
         """Return the charges of dead processes to the slice; the bytes returned (0 where /proc hides processes)."""
+        if name in self._quiet and self._glance(name) == self._quiet[name][0]:
+            return 0
         guest = self.slices / name / "guest"
         policy = _read_policy(guest)
         if policy is None:
@@ -603,6 +616,26 @@ class LedgerFiles:
                     given += self._clear(base, slot, policy, living.own_namespace, name)
                 del base
         return _bounded(given)
+
+    def _glance(self, name: SliceName) -> bytes | None:
+        """Identity, size and head of the ledger; None where it cannot be read.
+
+        Most slices have nobody in them most of the time, and then the head says so: while it is the same and no slot
+        is occupied, there is nothing new to read. A guest can lie there as it can in the slots, about itself.
+        """
+        try:
+            fd = os.open(
+                f"{self.slices}/{name}/guest/ledger", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            )
+        except OSError:
+            return None
+        try:
+            there = os.fstat(fd)
+            return os.pread(fd, lib.AVG_LEDGER_HEAD_BYTES, 0) + struct.pack("2Q", there.st_ino, there.st_size)
+        except OSError:
+            return None
+        finally:
+            os.close(fd)
 
     def _clear(self, base: Any, slot: _SlotView, policy: _Policy, namespace: int, name: SliceName) -> int:
         count = len(policy.gpus)

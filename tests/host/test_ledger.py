@@ -477,6 +477,7 @@ start = int(open("/proc/self/stat").read().rpartition(")")[2].split()[19])
 with open(sys.argv[1], "r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
     words = [namespace << 32 | 1 << 23 | os.getpid(), start]
     mapped[2048:2064] = b"".join(w.to_bytes(8, "little") for w in words)
+    mapped[int(sys.argv[2])] |= 1  # slot 0 is occupied
     mapped[2112:2120] = (1 << 30).to_bytes(8, "little")
 print(os.getpid(), flush=True)
 sys.stdin.read()
@@ -493,6 +494,7 @@ sys.stdin.read()
             "-c",
             claim,
             str(ledger),
+            str(ffi.offsetof("struct avg_ledger", "occupied")),
         ]
         guest = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert guest.stdout

@@ -146,6 +146,7 @@ async def test_a_fault_that_nobody_foresaw_leaves_disk_and_memory_alike(bench: B
 async def test_a_slice_whose_files_could_not_be_written_is_not_offered_until_they_can(bench: Bench) -> None:
     await bench.node.put_slice(quarter())
     bench.faults.failing.add("write alice")
+    bench.sysfs.inventory = replace(bench.sysfs.inventory, generation_id=2)
     await bench.node.rescan()
     assert bench.node.view().lost == {ALICE: "its files could not be written: write alice: no luck"}
     await bench.node.put_slice(quarter(BOB))
@@ -332,6 +333,15 @@ async def test_renumbered_devices_get_their_files_written_anew(bench: Bench) -> 
     bench.faults.done.clear()
     await bench.node.rescan()
     assert bench.faults.done == ["write alice", "publish"]
+
+
+async def test_on_the_same_machine_a_scan_writes_only_what_is_missing(bench: Bench) -> None:
+    await bench.node.put_slice(quarter())
+    await bench.node.put_slice(quarter(BOB))
+    del bench.files.written[BOB]
+    bench.faults.done.clear()
+    await bench.node.rescan()
+    assert bench.faults.done == ["write bob", "publish"]
 
 
 async def test_files_that_nobody_was_promised_are_removed_at_start(bench: Bench) -> None:
