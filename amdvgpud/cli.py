@@ -340,19 +340,27 @@ async def _serve(settings: Settings, read_again: Callable[[], Settings]) -> None
         reloads: set[asyncio.Task[None]] = set()
 
         def reload() -> None:
+            asked.discard(signal.SIGHUP)
             # One at work, and one that will see what has changed since that began, are enough for any storm of signals.
             if daemon.stopping or len(reloads) >= 2:
                 return
             reloads.add(task := loop.create_task(daemon.reload_or_say(), name="reload"))
             task.add_done_callback(reloads.discard)
 
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, daemon.stop)
-        loop.add_signal_handler(signal.SIGHUP, reload)
+        asked: set[int] = set()
+
+        # Not the loop's own handlers: it reads a storm of signals for as long as the storm lasts.
+        def hear(number: int, _: object) -> None:
+            if asked.isdisjoint({signal.SIGTERM, signal.SIGINT, number}):
+                asked.add(number)
+                loop.call_soon_threadsafe(reload if number == signal.SIGHUP else daemon.stop)
+
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, hear)
         await daemon.run()
     finally:
-        # The loop gives signals their default back when it closes, and the interpreter takes a while to end after that:
-        # a second signal must not make a failure of an end as asked.
+        # The interpreter gives signals their deadly default back before it has ended: a second one must not make a
+        # failure of an end as asked.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
         os.close(lock)
 
