@@ -246,7 +246,8 @@ def gaps_md() -> str:
     text = (REPOSITORY / "shim/README.md").read_text("utf-8")
     _, _, section = text.partition("## What it does not hold: the written list of gaps\n\n")
     listed, _, _ = section.partition("\n\n")
-    return listed + "\n"
+    # Links there are relative to the gate's folder.
+    return re.sub(r"\]\((?!https?:|/|#)", "](../shim/", listed) + "\n"
 
 
 # -------------------------------------------------------------------------------------------------------- man pages
