@@ -337,6 +337,7 @@ async def _serve(settings: Settings, read_again: Callable[[], Settings]) -> None
     try:
         daemon = Daemon(settings, read_again, supervisor)
         loop = asyncio.get_running_loop()
+        asked: set[int] = set()
         reloads: set[asyncio.Task[None]] = set()
 
         def reload() -> None:
@@ -346,8 +347,6 @@ async def _serve(settings: Settings, read_again: Callable[[], Settings]) -> None
                 return
             reloads.add(task := loop.create_task(daemon.reload_or_say(), name="reload"))
             task.add_done_callback(reloads.discard)
-
-        asked: set[int] = set()
 
         # Not the loop's own handlers: it reads a storm of signals for as long as the storm lasts.
         def hear(number: int, _: object) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import socketserver
-from collections.abc import Callable, Mapping
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -130,3 +132,31 @@ def slice_view(name: str = "alice") -> wire.SliceView:
 
 Ctl = Callable[..., click.testing.Result]
 Start = Callable[..., "Popen[str]"]
+
+
+def served(home: Path, *options: str) -> Iterator[str]:
+    """The socket of a real daemon that lives in ``home`` while the caller's fixture does; it must end with 0."""
+    places = [f"--run-dir={home}/run", f"--state-dir={home}/state", f"--cdi-dir={home}/cdi", "--rest-tcp="]
+    main = "from amdvgpud.cli import main; main()"
+    with (home / "log").open("w") as log:
+        daemon = subprocess.Popen(
+            [sys.executable, "-c", main, "--tick-s=0.2", *options, *places],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert daemon.stderr is not None
+        said = []
+        for line in daemon.stderr:
+            said.append(line)
+            if "The API listens on" in line:
+                break
+        assert daemon.poll() is None, "".join(said)
+        try:
+            yield str(home / "run" / "api.sock")
+        finally:
+            daemon.terminate()
+            _, rest = daemon.communicate(timeout=60)
+            assert daemon.returncode == 0, rest
+            subprocess.run(["umount", home / "run" / "slices"], check=False, capture_output=True)

@@ -12,7 +12,7 @@ import pytest
 
 from amdvgpud.core import wire
 from amdvgpud.ctl.client import Client
-from tests.ctl.stand_ins import Start
+from tests.ctl.stand_ins import Start, served
 from tests.ctl.test_run_gate import TAKER
 
 pytestmark = pytest.mark.root
@@ -25,30 +25,7 @@ def socket(public_all_along: Path) -> Iterator[str]:
     """The daemon's, which has an MI300X and an RX 9070 XT that are simulated."""
     home = public_all_along / "daemon"
     home.mkdir(mode=0o755)
-    places = [f"--run-dir={home}/run", f"--state-dir={home}/state", f"--cdi-dir={home}/cdi", "--rest-tcp="]
-    main = "from amdvgpud.cli import main; main()"
-    with (home / "log").open("w") as log:
-        daemon = subprocess.Popen(
-            [sys.executable, "-c", main, "--simulate=mi300x,rx9070xt", "--tick-s=0.2", *places],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        assert daemon.stderr is not None
-        said = []
-        for line in daemon.stderr:
-            said.append(line)
-            if "The API listens on" in line:
-                break
-        assert daemon.poll() is None, "".join(said)
-        try:
-            yield str(home / "run" / "api.sock")
-        finally:
-            daemon.terminate()
-            _, rest = daemon.communicate(timeout=60)
-            assert daemon.returncode == 0, rest
-            subprocess.run(["umount", home / "run" / "slices"], check=False, capture_output=True)
+    yield from served(home, "--simulate=mi300x,rx9070xt")
 
 
 @pytest.fixture

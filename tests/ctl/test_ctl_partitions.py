@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 import amdvgpud._abi
 from amdvgpud.core import wire
 from amdvgpud.ctl.client import Client
-from tests.ctl.stand_ins import GPU_ID, Ctl, FakeDaemon, Start
+from tests.ctl.stand_ins import GPU_ID, Ctl, FakeDaemon, Start, served
 
 KFDCLIENT = Path(amdvgpud._abi.__file__).with_name("kfdclient")
 
@@ -111,34 +110,7 @@ def socket() -> Iterator[str]:
     thousands of files, and is written anew with each switch."""
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="avg") as name:
         Path(name).chmod(0o755)
-        yield from _served(Path(name))
-
-
-def _served(home: Path) -> Iterator[str]:
-    places = [f"--run-dir={home}/run", f"--state-dir={home}/state", f"--cdi-dir={home}/cdi", "--rest-tcp="]
-    main = "from amdvgpud.cli import main; main()"
-    options = ["--simulate=4*mi300x", "--partition-target=all=CPX,1=SPX", "--tick-s=0.2", *places]
-    with (home / "log").open("w") as log:
-        daemon = subprocess.Popen(
-            [sys.executable, "-c", main, *options],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        assert daemon.stderr is not None
-        said = []
-        for line in daemon.stderr:
-            said.append(line)
-            if "The API listens on" in line:
-                break
-        assert daemon.poll() is None, "".join(said)
-        try:
-            yield str(home / "run" / "api.sock")
-        finally:
-            daemon.terminate()
-            daemon.communicate(timeout=60)
-            subprocess.run(["umount", home / "run" / "slices"], check=False, capture_output=True)
+        yield from served(Path(name), "--simulate=4*mi300x", "--partition-target=all=CPX,1=SPX")
 
 
 @pytest.fixture
