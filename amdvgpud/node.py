@@ -13,13 +13,14 @@ import logging
 import secrets
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final, TypeVar
 
 from amdvgpud.core import modes
 from amdvgpud.core import plan as planner
 from amdvgpud.core.cumask import layout_hash
 from amdvgpud.core.errors import AmdvgpuError, Conflict, HostFailure, Invalid, NotFound, Stale
+from amdvgpud.core.health import Health
 from amdvgpud.core.model import (
     Book,
     ComputePolicy,
@@ -93,6 +94,8 @@ class NodeView:
     ready: bool
     warnings: tuple[str, ...] = ()
     """What an operator should look at: of the scan, of promises that cannot be kept, of the machine, of the files."""
+    health: Mapping[GpuId, Health] = field(default_factory=dict)
+    """Of each GPU that is there and was looked at."""
 
 
 def lost_reason(item: Slice, inventory: Inventory) -> str | None:
@@ -146,6 +149,7 @@ class Node:
         """Promises that the machine, as it is now, cannot keep."""
         self._scan_failure: str | None = None
         self._usage: dict[SliceName, Usage] = {}
+        self._health: dict[GpuId, Health] = {}
         self._ready = False
         self._events: deque[Event] = deque(maxlen=EVENT_RING)
         self._last_event_id = 0
@@ -172,6 +176,7 @@ class Node:
                 *self._inventory.warnings,
                 *self._files.warnings,
             ),
+            health={gpu.id: self._health[gpu.id] for gpu in self._inventory.gpus if gpu.id in self._health},
         )
 
     async def refresh_usage(self, names: Sequence[SliceName] | None = None) -> NodeView:
@@ -269,6 +274,14 @@ class Node:
     async def set_cordoned(self, gpu: GpuId, cordoned: bool) -> None:
         """A cordoned GPU takes no new slice; what is on it stays."""
         await self._change(self._set_cordoned(gpu, cordoned))
+
+    async def set_health(self, verdicts: Mapping[GpuId, Health]) -> None:
+        """The standing verdicts, whole. A GPU that is not placeable takes no new slice; each change is an event."""
+        for gpu, verdict in verdicts.items():
+            was = self._health.get(gpu, Health())
+            if verdict.condition is not was.condition:
+                self._tell(f"gpu.{verdict.condition}", gpu, verdict.reason or f"it was {was.condition}")
+        self._health = dict(verdicts)
 
     async def set_oversubscription(self, gpu: GpuId, ratio: float) -> None:
         """VRAM quotas on each partition of ``gpu`` may sum up to ``ratio`` times what it has; 1.0 switches it off."""
@@ -606,7 +619,8 @@ class Node:
         return there
 
     def _place(self, request: Request) -> Plan:
-        plan = planner.place(self._book, self._inventory, request)
+        unfit = {gpu: verdict for gpu, verdict in self._health.items() if not verdict.placeable}
+        plan = planner.place(self._book, self._inventory, request, unfit)
         for share in plan.shares:
             neighbours = sum(
                 other.partition == share.partition

@@ -10,15 +10,18 @@ Equations that hold on every Partition, over the Shares that are still present o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from fractions import Fraction
 from functools import lru_cache
+from types import MappingProxyType
+from typing import Final
 
 from amdvgpud.core import cumask
 from amdvgpud.core.cumask import Rows
 from amdvgpud.core.errors import AmdvgpuError, Conflict, NoRoom
+from amdvgpud.core.health import Health
 from amdvgpud.core.identify import resolve
 from amdvgpud.core.model import (
     Book,
@@ -37,6 +40,8 @@ from amdvgpud.core.model import (
     Spread,
 )
 from amdvgpud.core.sizes import human_size
+
+_ALL_FIT: Final[Mapping[GpuId, Health]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -413,14 +418,15 @@ def _pick_columns(rows: Rows, taken: int, count: int) -> int:
 # ------------------------------------------------------------------------------------------------------------- place
 
 
-def place(book: Book, inventory: Inventory, request: Request) -> Plan:
+def place(book: Book, inventory: Inventory, request: Request, unfit: Mapping[GpuId, Health] = _ALL_FIT) -> Plan:
     """Where ``request`` goes. A slice of the same name in the Book is looked past: the Plan replaces it.
 
+    Nothing is placed on the ``unfit`` GPUs, nor on cordoned ones.
     ``NoRoom`` names the roomiest partition and what is missing; ``NotFound`` or ``Invalid`` for what ``on`` names;
     ``AmdvgpuError`` where the Plan does not stand its own examination.
     """
     taken = occupancy(book, inventory, without=request.name)
-    candidates = _candidates(book, inventory, request, taken)
+    candidates = _candidates(book, inventory, request, taken, unfit)
     fits: list[tuple[Occupancy, _Want, int]] = []
     for at in candidates:
         want = _want(at, request.compute)
@@ -454,17 +460,25 @@ def place(book: Book, inventory: Inventory, request: Request) -> Plan:
 
 
 def _candidates(
-    book: Book, inventory: Inventory, request: Request, taken: dict[PartitionId, Occupancy]
+    book: Book,
+    inventory: Inventory,
+    request: Request,
+    taken: dict[PartitionId, Occupancy],
+    unfit: Mapping[GpuId, Health],
 ) -> list[Occupancy]:
     """The Partitions that the request may go to, in KFD node order."""
     allowed = {p.id for text in request.on for p in resolve(inventory, text)} if request.on else set(taken)
-    found = [at for where, at in taken.items() if where in allowed and at.gpu.id not in book.cordoned]
+    resting = book.cordoned | unfit.keys()
+    found = [at for where, at in taken.items() if where in allowed and at.gpu.id not in resting]
     if found:
         return found
     if not taken:
         raise NoRoom(f"{_wanted_text(request)}; this node has no usable GPU", "no_gpu")
-    resting = ", ".join(sorted({at.gpu.id for where, at in taken.items() if where in allowed}))
-    raise NoRoom(f"{_wanted_text(request)}; every GPU it could go to is cordoned ({resting})", "no_gpu")
+    gpus = sorted({at.gpu.id for where, at in taken.items() if where in allowed})
+    reasons = "; ".join(
+        f"{g}: {unfit[g].condition}, {unfit[g].reason}" if g in unfit else f"{g}: cordoned" for g in gpus
+    )
+    raise NoRoom(f"{_wanted_text(request)}; every GPU it could go to takes none now ({reasons})", "no_gpu")
 
 
 def _vram_of(at: Occupancy, request: Request) -> int | None:

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from amdvgpud.core import cumask
 from amdvgpud.core import plan as planner
 from amdvgpud.core.errors import AmdvgpuError, Conflict, NoRoom, NotFound
+from amdvgpud.core.health import Condition, Health
 from amdvgpud.core.model import (
     Book,
     Compute,
@@ -417,9 +418,19 @@ def test_cordoned_gpus_are_skipped_and_named_when_nothing_else_is_left(
     inventory = make_inventory(layout_of("MI300X"), layout_of("MI300X"))
     book = Book().with_cordoned([GpuId("GPU-0000000000000001")])
     assert place(book, inventory, ask("a", "25%")).shares[0].partition == "GPU-0000000000000002/0"
-    with pytest.raises(NoRoom, match=r"every GPU it could go to is cordoned \(GPU-0000000000000001\)") as refusal:
+    with pytest.raises(NoRoom, match=r"takes none now \(GPU-0000000000000001: cordoned\)") as refusal:
         place(book, inventory, ask("a", "25%", on=("0",)))
     assert refusal.value.reason == "no_gpu"
+
+
+def test_a_gpu_that_is_not_fit_takes_nothing_and_the_refusal_says_why(
+    layout_of: LayoutOf, make_inventory: MakeInventory, ask: Ask
+) -> None:
+    inventory = make_inventory(layout_of("MI300X"), layout_of("MI300X"))
+    unfit = {GpuId("GPU-0000000000000001"): Health(Condition.UNHEALTHY, "2 uncorrectable errors in umc", "ras")}
+    assert place(Book(), inventory, ask("a", "25%"), unfit).shares[0].partition == "GPU-0000000000000002/0"
+    with pytest.raises(NoRoom, match=r"0001: unhealthy, 2 uncorrectable errors in umc\)"):
+        place(Book(), inventory, ask("a", "25%", on=("0",)), unfit)
 
 
 def test_a_node_without_gpus_says_so(ask: Ask) -> None:
