@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, TypeVar
 
-from amdvgpud.core import modes
+from amdvgpud.core import identify, modes
 from amdvgpud.core import plan as planner
 from amdvgpud.core.cumask import layout_hash
 from amdvgpud.core.errors import AmdvgpuError, Conflict, HostFailure, Invalid, NotFound, Stale
@@ -353,13 +353,15 @@ class Node:
     async def _put_slice(
         self, request: Request, owner_uid: int, if_revision: int | None, create_only: bool
     ) -> tuple[Slice, bool]:
+        request = self._canonical(request)
         there = self._book.slices.get(request.name)
         if create_only and there is not None:
             raise Stale(f"slice {request.name} exists already (revision {there.revision})")
         if if_revision is not None:
             self._slice(request.name, if_revision)
         if there is not None:
-            if (there.request, there.owner_uid) == (request, owner_uid) and request.name not in self._lost:
+            same = (self._canonical(there.request), there.owner_uid) == (request, owner_uid)
+            if same and request.name not in self._lost:
                 return there, False
             await self._refuse_if_used(there, "replaced")
         item = self._placed(request, owner_uid)
@@ -393,7 +395,7 @@ class Node:
         if request is not None:
             if request.name in self._book.slices:
                 raise Conflict(f"slice {request.name} exists already: lease it by its name, or ask under another one")
-            item = self._placed(request, owner_uid)
+            item = self._placed(self._canonical(request), owner_uid)
             book = self._book.with_slice(item)
         else:
             assert slice is not None  # noqa: S101  # grant_lease has checked it
@@ -617,6 +619,17 @@ class Node:
         if (there := self._book.leases.get(lease_id)) is None:
             raise NotFound(f"no lease {lease_id} here: it was released, has expired or never was")
         return there
+
+    def _canonical(self, request: Request) -> Request:
+        """The places it names by ids that last; one that cannot be told now stays as it was written."""
+
+        def lasting(text: str) -> str:
+            try:
+                return identify.canonical(self._inventory, text)
+            except AmdvgpuError:
+                return text
+
+        return replace(request, on=tuple(lasting(text) for text in request.on))
 
     def _place(self, request: Request) -> Plan:
         unfit = {gpu: verdict for gpu, verdict in self._health.items() if not verdict.placeable}

@@ -68,6 +68,17 @@ def resolve(inventory: Inventory, text: str) -> tuple[Partition, ...]:
     return one
 
 
+def canonical(inventory: Inventory, text: str) -> str:
+    """``text`` as an id that means the same after a reboot or a switch of modes: a GpuId, or a PartitionId.
+
+    An index is a rank on this boot's machine: kept as it was written, it would come to mean another GPU. Raises what
+    :func:`resolve` does.
+    """
+    found = resolve(inventory, text)
+    whole = len(found) == sum(p.gpu == found[0].gpu for p in inventory.partitions)
+    return str(found[0].gpu if whole and "/" not in text else found[0].id)
+
+
 def _partitions(inventory: Inventory, text: str, name: str) -> tuple[Partition, ...]:
     gpus = inventory.gpus
     if same := [g for g in gpus if name in {form.lower() for form in forms(g)}]:

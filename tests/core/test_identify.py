@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from amdvgpud.core.errors import Invalid, NotFound
-from amdvgpud.core.identify import forms, resolve, smi_uuid
+from amdvgpud.core.identify import canonical, forms, resolve, smi_uuid
 from amdvgpud.core.model import CuLayout, Gpu, GpuId, Inventory, Partition, PartitionId
 
 GIB = 1024**3
@@ -205,3 +205,24 @@ def test_two_gpus_without_unique_id_never_share_a_name() -> None:
     node = Inventory((IGPU, a_gpu(1, 0, "0000:0c:00.0", device_id=0x164E)))
     assert not set(forms(node.gpus[0])) & set(forms(node.gpus[1]))
     assert resolve(node, "PCI-0000-0C-00.0") == node.gpus[1].partitions
+
+
+@pytest.mark.parametrize(
+    ("text", "lasting"),
+    [
+        ("1", WHOLE.id),
+        ("05:00.0", WHOLE.id),
+        ("1/0", WHOLE.partitions[0].id),
+        ("2", CUT.id),
+        ("GPU-AF5B/3", CUT.partitions[3].id),
+        (str(CUT.id), CUT.id),
+        ("0", IGPU.id),
+    ],
+)
+def test_the_lasting_id_of_a_name_is_that_of_the_gpu_or_of_the_partition_it_means(text: str, lasting: str) -> None:
+    assert canonical(NODE, text) == lasting
+
+
+def test_the_lasting_id_of_a_kfd_nodes_own_id_is_its_partitions() -> None:
+    cut = a_gpu(0, 0x11, "0000:05:00.0", partitions=2, node_ids=(0x11, 0x12))
+    assert canonical(Inventory((cut,)), "0x0000000000000012") == f"{cut.id}/1"

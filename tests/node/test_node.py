@@ -191,6 +191,13 @@ async def test_the_same_request_again_changes_nothing(bench: Bench) -> None:
     assert bench.faults.done == []
 
 
+async def test_a_place_is_kept_by_an_id_that_lasts_and_asked_for_again_by_any_name(bench: Bench) -> None:
+    item, _ = await bench.node.put_slice(replace(quarter(), on=("0",)))
+    gpu = bench.node.view().inventory.gpus[0]
+    assert item.request.on == (gpu.id,)
+    assert await bench.node.put_slice(replace(quarter(), on=(gpu.pci_address,))) == (item, False)
+
+
 async def test_another_request_of_the_same_name_replaces_the_slice_with_new_files(bench: Bench) -> None:
     await bench.node.put_slice(quarter())
     bench.faults.done.clear()
