@@ -94,7 +94,7 @@ def assemble(settings: Settings) -> Parts:
         root = settings.run_dir / "simulated"
         simulation = parse_simulation(settings.simulate)
         driver = SimulatedDriver(simulation, root)
-        partitions = PartitionFiles(root, write=driver.write, alive=driver.has_process)
+        partitions = PartitionFiles(root, write=driver.write, refresh=driver.refresh_processes)
         if build_tree(simulation, root):
             log.info("Simulated machine %s written to %s.", settings.simulate, root)
         simulated = SimulatedDevices(root, _packaged("libsoftkfd.so"))

@@ -36,8 +36,8 @@ def write_attribute(path: Path, text: str) -> None:
 class PartitionFiles:
     """The implementation of :class:`amdvgpud.ports.Modes` on a directory that holds ``sys/``.
 
-    ``write`` is the pen: a simulated machine's is its simulated driver. ``alive`` tells whether a process of
-    ``kfd/proc`` still lives: the kernel removes its folder with it, a simulation only later.
+    ``write`` is the pen: a simulated machine's is its simulated driver. ``refresh`` is called before ``kfd/proc`` is
+    read: the kernel always has it right, a simulation when it is told to.
     """
 
     def __init__(
@@ -45,12 +45,12 @@ class PartitionFiles:
         root: Path = Path("/"),
         *,
         write: Callable[[Path, str], None] = write_attribute,
-        alive: Callable[[int], bool] = lambda pid: True,
+        refresh: Callable[[], None] = lambda: None,
         proc: Path = Path("/proc"),
     ) -> None:
         self._root = root
         self._write = write
-        self._alive = alive
+        self._refresh = refresh
         self._proc = proc
 
     # --------------------------------------------------------------------------------------------------- who uses
@@ -64,10 +64,11 @@ class PartitionFiles:
         """
         ids = None if gpu is None else {partition.kfd_gpu_id for partition in gpu.partitions}
         found = []
+        self._refresh()
         for folder in self._processes():
             pid = int(folder.name)
             opened = _opened(folder)
-            if self._alive(pid) and (ids is None or ids & opened):
+            if ids is None or ids & opened:
                 found.append(KfdUser(pid, self._command(pid), frozenset(opened)))
         return tuple(sorted(found, key=lambda user: user.pid))
 
@@ -146,8 +147,8 @@ class PartitionFiles:
                 "any process has /dev/kfd open, and a process that has just ended holds on for a moment"
             )
         return (
-            "No process is seen that has it open: one that has just ended, another switch or reset at this moment, or, "
-            "on a simulated machine, one in a container. Try again"
+            "No process is seen that has it open: one that has just ended, or another switch or reset at this moment. "
+            "Try again"
         )
 
 

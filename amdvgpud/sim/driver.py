@@ -11,9 +11,11 @@ that watches the files (a write would not be refused, and nobody would know when
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
+import re
 from pathlib import Path
 from typing import Final
 
@@ -22,6 +24,8 @@ from amdvgpud.sim.tree import present, repartition
 
 _COMPUTE: Final = "current_compute_partition"
 _MEMORY: Final = "current_memory_partition"
+_PROC: Final = "sys/devices/virtual/kfd/kfd/proc"
+_LOCK: Final = re.compile(r"\d+: FLOCK +\w+ +\w+ +(\d+) ([0-9a-f]+):([0-9a-f]+):(\d+) ", re.ASCII)
 
 
 class SimulatedDriver:
@@ -61,9 +65,26 @@ class SimulatedDriver:
         finally:
             os.close(state)
 
-    def has_process(self, pid: int) -> bool:
-        """Whether ``pid`` of ``kfd/proc`` is a living KFD process: there softkfd leaves the dead until it sweeps."""
-        return any(token.read_text().split()[:1] == [str(pid)] and _lives(token) for token in self._tokens())
+    def refresh_processes(self) -> None:
+        """Make ``kfd/proc`` what the kernel's always is: a folder for each living KFD process, by its pid here.
+
+        softkfd leaves the dead until somebody sweeps, and cannot know the pid here of a process in a container. The
+        lock on such a one's token tells it: /proc/locks is in the pids of whoever reads it.
+        """
+        living = {token.name: token for token in self._tokens() if _lives(token)}
+        shown = set()
+        for link in (self._root / _PROC).iterdir():
+            if (name := link.readlink().name) in living:
+                shown.add(name)
+            else:
+                link.unlink(missing_ok=True)  # softkfd sweeps what it led to, with its VRAM
+        wanting = {name for name in living.keys() - shown if (self._root / "processes" / name).is_dir()}
+        pids = _lock_holders() if wanting else {}
+        for name in wanting:
+            there = living[name].stat()
+            if (pid := pids.get((os.major(there.st_dev), os.minor(there.st_dev), there.st_ino))) is not None:
+                with contextlib.suppress(FileExistsError):  # softkfd was faster
+                    (self._root / _PROC / str(pid)).symlink_to(Path("../../../../../../processes") / name)
 
     def _tokens(self) -> list[Path]:
         return list((self._root / "procs").iterdir())
@@ -71,7 +92,7 @@ class SimulatedDriver:
     def _users(self, pci_address: str) -> list[str]:
         """Tokens of the living processes that have the GPU open (softkfd/README.md: ``procs/``).
 
-        Not by ``kfd/proc``: there are only those of our own pid namespace, and the dead are swept late.
+        Not by ``kfd/proc``: what a container with a pid namespace of its own has open may not be shown there yet.
         """
         ids = {
             values["gpu_id"]
@@ -99,3 +120,10 @@ def _lives(token: Path) -> bool:
     finally:
         os.close(fd)
     return False
+
+
+def _lock_holders() -> dict[tuple[int, int, int], int]:
+    """Who holds a lock of flock(2) on what: pid by (major, minor, inode), in our pid namespace (proc_locks(5))."""
+    lines = Path("/proc/locks").read_text().splitlines()
+    found = (match for match in map(_LOCK.match, lines) if match is not None and match[1] != "0")
+    return {(int(match[2], 16), int(match[3], 16), int(match[4])): int(match[1]) for match in found}

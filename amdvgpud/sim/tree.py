@@ -2,7 +2,8 @@
 
 Owns the layout of the simulated root: the KFD topology, the PCI and platform devices with their DRM nodes, the sparse
 files that stand for device nodes, and what ``softkfd`` reads and keeps there (``gpus.conf``, ``state``, ``procs/``,
-``log.jsonl``; described in softkfd/README.md). What each GPU *is* comes from :mod:`amdvgpud.sim.models`.
+``processes/``, ``log.jsonl``; described in softkfd/README.md). What each GPU *is* comes from
+:mod:`amdvgpud.sim.models`.
 
 Files, order and formats follow captures of real machines and the driver's sources (kfd_topology.c, kfd_crat.c,
 amdgpu_xcp.c, amdgpu_xcp_drv.c). The same simulation always gives the same tree, byte for byte.
@@ -20,7 +21,7 @@ from typing import Final
 from amdvgpud.core.errors import HostFailure, Invalid
 from amdvgpud.sim.models import GIB, PAGE, SimGpu, Simulation
 
-LAYOUT: Final = 2
+LAYOUT: Final = 3
 """Version of the root's layout; raise it when a root that already stands must be built anew."""
 
 DRM_MINORS: Final = 64
@@ -740,7 +741,8 @@ def _write_softkfd(out: _Writer, nodes: Sequence[_Node]) -> None:
     out.sparse("state", STATE_FILE_BYTES)
     out.file("log.jsonl", "", _ANYBODY)
     out.folder("procs", 0o777)
-    # kfd/proc is by host pid: softkfd writes there only where a pid means the same as here.
+    out.folder("processes", 0o777)
+    # kfd/proc is by host pid: softkfd makes links there only where a pid means the same as here.
     out.file("pid_namespace", str(os.stat("/proc/self/ns/pid").st_ino))  # noqa: PTH116
     out.file("gpus.conf", "".join(_conf_line(node) for node in nodes))
 

@@ -45,6 +45,7 @@ static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static int table_fd = -1; /* open while locked */
 static int owner_fd = -1; /* holds our token's lock for as long as we live */
 static uint32_t owner;
+static bool in_kfd; /* we have opened /dev/kfd: kfd/proc shows us until we end, whatever we close */
 
 static bool is_vram(const struct buffer *b) { return b->flags & KFD_IOC_ALLOC_MEM_FLAGS_VRAM; }
 static bool is_gtt(const struct buffer *b) { return b->flags & KFD_IOC_ALLOC_MEM_FLAGS_GTT; }
@@ -101,18 +102,19 @@ void soft_memory_forget(void) {
   if (table_fd >= 0) close(table_fd);
   if (owner_fd >= 0) close(owner_fd);
   table_fd = owner_fd = -1;
-  for (int i = 0; i < soft_gpu_count; i++) soft_gpus[i].claimed = false;
+  in_kfd = false;
+  for (int i = 0; i < soft_gpu_count; i++) soft_gpus[i].claimed = soft_gpus[i].shown = false;
   pthread_mutex_init(&mutex, NULL);
 }
 
 /* ------------------------------------------------------------------------------------------------------ accounting */
 
-/* who 0: all processes. charged: as the driver charges VRAM, in steps of 2 MiB. */
+/* who 0: all processes; else what that one has by the KFD. charged: as the driver charges VRAM, in steps of 2 MiB. */
 static uint64_t used_locked(uint32_t gpu, uint32_t pool, uint32_t who, bool charged) {
   uint64_t sum = 0;
   for (uint64_t i = 0; i < table->count; i++) {
     const struct buffer *b = &table->buffer[i];
-    if (b->state == OWNS_MEMORY && b->gpu == gpu && b->flags & pool && (!who || b->owner == who))
+    if (b->state == OWNS_MEMORY && b->gpu == gpu && b->flags & pool && (!who || (b->owner == who && b->handle)))
       sum += ALIGN_UP(b->size, charged ? 2u << 20 : 4096u);
   }
   return sum;
@@ -145,19 +147,49 @@ static void publish_device_locked(const char *device) {
     }
 }
 
+int soft_process_folder(char *path, size_t size) { return snprintf(path, size, "/processes/%08x", owner); }
+
 static void publish_process_locked(const struct soft_gpu *g) {
   char path[256];
-  if (!soft_home_pids()) return; /* kfd/proc is by host pid, which a process in a container cannot know of itself */
-  int n = snprintf(path, sizeof path, "/sys/devices/virtual/kfd/kfd/proc/%d", getpid());
-  soft_put_folder(path);
+  if (!in_kfd) return; /* a client of the render node only */
+  int n = soft_process_folder(path, sizeof path);
   snprintf(path + n, sizeof path - n, "/vram_%u", g->gpu_id);
   soft_put(path, used_locked(g->gpu_id, KFD_IOC_ALLOC_MEM_FLAGS_VRAM, owner, false));
 }
 
-void soft_publish_process(const struct soft_gpu *g) {
-  if (!lock()) return;
-  publish_process_locked(g);
-  unlock();
+/* What kfd/proc shows of us. kfd/proc/<pid> is a link here, as a process in a container does not know its pid on the
+ * host: where we cannot make the link ourselves, the simulated driver does, who sees the pid at our token's lock. */
+static void enter_kfd_locked(void) {
+  char path[256], to[64], from[PATH_MAX];
+  if (in_kfd) return;
+  in_kfd = true;
+  int n = soft_process_folder(path, sizeof path);
+  soft_put_folder(path);
+  snprintf(path + n, sizeof path - n, "/queues"), soft_put_folder(path);
+  snprintf(path + n, sizeof path - n, "/pasid"), soft_put(path, 0); /* what newer kernels print */
+  if (!soft_home_pids()) return;
+  snprintf(to, sizeof to, "../../../../../../processes/%08x", owner);
+  snprintf(from, sizeof from, "%s" SOFT_KFD_PROC "/%d", soft_root, getpid());
+  unlink(from); /* of a dead process that had our pid */
+  int ignored = symlink(to, from);
+  (void)ignored;
+}
+
+/* What the driver counts besides memory. Nothing runs here, so the files say 0 until somebody else writes there. */
+static void publish_counters_locked(const struct soft_gpu *g) {
+  static const char *const counters[] = {"faults", "page_in", "page_out"};
+  char path[256];
+  int n = soft_process_folder(path, sizeof path), m;
+  snprintf(path + n, sizeof path - n, "/sdma_%u", g->gpu_id), soft_put(path, 0);
+  m = n + snprintf(path + n, sizeof path - n, "/stats_%u", g->gpu_id);
+  soft_put_folder(path);
+  snprintf(path + m, sizeof path - m, "/evicted_ms"), soft_put(path, 0);
+  snprintf(path + m, sizeof path - m, "/cu_occupancy");
+  if (g->gfx >= FIRST_GFX9_TARGET && g->gfx < FIRST_GFX10_TARGET) soft_put(path, 0); /* others do not count it */
+  m = n + snprintf(path + n, sizeof path - n, "/counters_%u", g->gpu_id);
+  soft_put_folder(path);
+  for (size_t i = 0; i < sizeof counters / sizeof *counters; i++)
+    snprintf(path + m, sizeof path - m, "/%s", counters[i]), soft_put(path, 0);
 }
 
 static struct soft_gpu *gpu_locked(uint32_t gpu_id) { /* NULL: a partition that is no more, with memory of the dead */
@@ -176,12 +208,13 @@ static void publish_locked(uint32_t gpu_id) {
 void soft_claim(struct soft_gpu *only) {
   char text[16];
   if (!lock()) return;
+  if (!only) enter_kfd_locked();
   for (int i = 0; i < soft_gpu_count; i++) {
     struct soft_gpu *g = &soft_gpus[i];
-    if (g->gone || g->claimed || (only ? g != only : !soft_admits(g))) continue;
+    if (g->gone || (only ? g != only : !soft_admits(g))) continue;
     int n = snprintf(text, sizeof text, "%u\n", g->gpu_id);
-    g->claimed = lseek(owner_fd, 0, SEEK_END) >= 0 && write(owner_fd, text, n) == n;
-    publish_process_locked(g);
+    if (!g->claimed) g->claimed = lseek(owner_fd, 0, SEEK_END) >= 0 && write(owner_fd, text, n) == n;
+    if (in_kfd && !g->shown) g->shown = true, publish_process_locked(g), publish_counters_locked(g);
   }
   unlock();
 }
@@ -225,20 +258,35 @@ static void remove_tree(char *path) { /* path: a PATH_MAX buffer, unchanged afte
   rmdir(path);
 }
 
-static void clear_up_locked(uint32_t dead, int pid) {
+/* The links of kfd/proc to what we have of `dead`, whoever made them. */
+static void remove_links(uint32_t dead) {
+  char path[PATH_MAX], link[PATH_MAX], name[16];
+  snprintf(name, sizeof name, "/%08x", dead);
+  int n = snprintf(path, sizeof path, "%s" SOFT_KFD_PROC, soft_root), fd = soft_open(path, O_RDONLY | O_DIRECTORY);
+  DIR *d = fd < 0 ? NULL : fdopendir(fd);
+  for (struct dirent *e; d && (e = readdir(d));) {
+    snprintf(path + n, sizeof path - n, "/%s", e->d_name);
+    ssize_t length = syscall(SYS_readlink, path, link, sizeof link - 1);
+    if (length < 9) continue;
+    link[length] = 0;
+    if (!strcmp(link + length - 9, name)) unlink(path);
+  }
+  if (d) closedir(d);
+}
+
+static void clear_up_locked(uint32_t dead) {
   char path[PATH_MAX];
   for (uint64_t i = 0; i < table->count; i++)
     if (table->buffer[i].state && table->buffer[i].owner == dead) drop_locked(&table->buffer[i]);
-  if (pid) {
-    snprintf(path, sizeof path, "%s/sys/devices/virtual/kfd/kfd/proc/%d", soft_root, pid);
-    remove_tree(path);
-  }
+  remove_links(dead);
+  snprintf(path, sizeof path, "%s/processes/%08x", soft_root, dead);
+  remove_tree(path);
   owner_path(dead, path);
   unlink(path);
 }
 
 static void reap_locked(void) {
-  char path[PATH_MAX], text[32];
+  char path[PATH_MAX];
   bool any = false;
   snprintf(path, sizeof path, "%s/procs", soft_root);
   int dir = soft_open(path, O_RDONLY | O_DIRECTORY);
@@ -249,9 +297,7 @@ static void reap_locked(void) {
     owner_path(o, path);
     int fd = soft_open(path, O_RDONLY);
     if (fd >= 0 && !flock(fd, LOCK_EX | LOCK_NB)) {
-      ssize_t n = read(fd, text, sizeof text - 1);
-      text[n > 0 ? n : 0] = 0;
-      clear_up_locked(o, atoi(text));
+      clear_up_locked(o);
       any = true;
     }
     if (fd >= 0) close(fd);
@@ -304,7 +350,8 @@ static struct buffer *by_handle_locked(uint64_t handle) {
   return NULL;
 }
 
-static int take_locked(const struct soft_gpu *g, struct buffer want, struct buffer **taken) {
+/* by_kfd: FREE_MEMORY_OF_GPU finds it, and kfd/proc counts it as this process's. */
+static int take_locked(const struct soft_gpu *g, struct buffer want, bool by_kfd, struct buffer **taken) {
   uint32_t gpu = g->gpu_id;
   reap_locked();
   if (want.size > 1ull << 46) return ENOMEM; /* no sum below can overflow */
@@ -323,7 +370,7 @@ static int take_locked(const struct soft_gpu *g, struct buffer want, struct buff
   if (!b) return ENOMEM;
   want.gpu = gpu, want.owner = owner, want.state = OWNS_MEMORY;
   *b = want;
-  b->handle = handle_of(b);
+  b->handle = by_kfd ? handle_of(b) : 0;
   if (is_vram(b) || is_gtt(b)) publish_locked(gpu);
   *taken = b;
   return 0;
@@ -338,7 +385,7 @@ int soft_alloc(struct kfd_ioctl_alloc_memory_of_gpu_args *a) {
   else if (!error) {
     if (a->flags & KFD_IOC_ALLOC_MEM_FLAGS_USERPTR) want.offset = a->mmap_offset; /* an address of the process */
     if (a->flags & KFD_IOC_ALLOC_MEM_FLAGS_MMIO_REMAP) want.offset = (8ull << 20) + (g - soft_gpus) * 4096;
-    error = take_locked(g, want, &b);
+    error = take_locked(g, want, true, &b);
     if (!error) {
       a->handle = b->handle;
       if (!(a->flags & KFD_IOC_ALLOC_MEM_FLAGS_USERPTR)) a->mmap_offset = b->offset;
@@ -488,9 +535,8 @@ int soft_gem_create(struct soft_gpu *g, union drm_amdgpu_gem_create *a) {
   want.flags = domains & AMDGPU_GEM_DOMAIN_VRAM ? KFD_IOC_ALLOC_MEM_FLAGS_VRAM : KFD_IOC_ALLOC_MEM_FLAGS_GTT;
   soft_claim(g); /* the driver asks no such thing of a DRM client; here its memory lies in the file that a switch empties */
   if (!lock()) return ENOMEM;
-  int error = take_locked(g, want, &b);
+  int error = take_locked(g, want, false, &b);
   if (!error) a->out.handle = b - table->buffer + 1;
-  if (!error) b->handle = 0; /* not the KFD's: FREE_MEMORY_OF_GPU must not find it */
   unlock();
   soft_log("\"op\":\"GEM_CREATE\",\"gpu\":%u,\"size\":%llu,\"domains\":%llu,\"err\":%d", g->gpu_id,
            (unsigned long long)size, (unsigned long long)domains, error);

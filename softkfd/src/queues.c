@@ -11,7 +11,6 @@
 #define MAX_PRIORITY 15
 #define MAX_PERCENTAGE 100
 #define MAX_CU_MASK_BITS 1024
-#define FIRST_WGP_TARGET 100000 /* gfx_target_version from which CUs come in pairs */
 
 struct soft_queue soft_queues[SOFT_MAX_QUEUES]; /* 0 is never used */
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
@@ -27,11 +26,8 @@ static int check_settings(uint32_t percentage, uint32_t priority, uint64_t ring_
 
 static void publish(int id, const struct soft_queue *q) {
   char path[256];
-  if (!soft_home_pids()) return;
-  soft_publish_process(q->gpu);
-  int n = snprintf(path, sizeof path, "/sys/devices/virtual/kfd/kfd/proc/%d/queues", getpid());
-  soft_put_folder(path);
-  n += snprintf(path + n, sizeof path - n, "/%d", id), soft_put_folder(path);
+  int n = soft_process_folder(path, sizeof path);
+  n += snprintf(path + n, sizeof path - n, "/queues/%d", id), soft_put_folder(path);
   snprintf(path + n, sizeof path - n, "/gpuid"), soft_put(path, q->gpu->gpu_id);
   snprintf(path + n, sizeof path - n, "/type"), soft_put(path, q->type);
   snprintf(path + n, sizeof path - n, "/size"), soft_put(path, q->size);
@@ -64,15 +60,17 @@ int soft_create_queue(struct kfd_ioctl_create_queue_args *a) {
 }
 
 int soft_destroy_queue(uint32_t id) {
-  char path[256];
+  char path[PATH_MAX];
   soft_queues_lock();
   bool known = id < SOFT_MAX_QUEUES && soft_queues[id].used;
   if (known) soft_queues[id].used = 0;
   soft_queues_unlock();
-  if (known && soft_home_pids()) {
+  if (known) {
     static const char *const files[] = {"/gpuid", "/type", "/size", ""};
+    char folder[64];
+    soft_process_folder(folder, sizeof folder);
     for (size_t i = 0; i < sizeof files / sizeof *files; i++) {
-      snprintf(path, sizeof path, "%s/sys/devices/virtual/kfd/kfd/proc/%d/queues/%u%s", soft_root, getpid(), id, files[i]);
+      snprintf(path, sizeof path, "%s%s/queues/%u%s", soft_root, folder, id, files[i]);
       if (*files[i]) unlink(path);
       else rmdir(path);
     }
@@ -111,7 +109,7 @@ int soft_set_cu_mask(struct kfd_ioctl_set_cu_mask_args *a) {
       for (uint32_t i = 0; i < bits / 32; i++) {
         set += __builtin_popcount(mask[i]);
         snprintf(hex + 8 * i, 9, "%08x", mask[bits / 32 - 1 - i]);
-        if (q->gpu->gfx >= FIRST_WGP_TARGET && (mask[i] & 0x55555555) != (mask[i] >> 1 & 0x55555555)) error = EINVAL;
+        if (q->gpu->gfx >= FIRST_GFX10_TARGET && (mask[i] & 0x55555555) != (mask[i] >> 1 & 0x55555555)) error = EINVAL;
       }
     }
     soft_queues_unlock();

@@ -143,6 +143,7 @@ static void read_gpus(FILE *f) {
     struct soft_gpu *g = entry_for(read[j].gpu_id, &n);
     if (!g) break;
     read[j].claimed = g->gpu_id == read[j].gpu_id && g->claimed;
+    read[j].shown = g->gpu_id == read[j].gpu_id && g->shown;
     *g = read[j];
   }
   soft_gpu_count = n; /* last: another thread sees whole entries */

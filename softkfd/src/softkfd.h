@@ -22,6 +22,9 @@
 #include "kfdabi.h"
 
 #define EXPORT __attribute__((visibility("default")))
+#define SOFT_KFD_PROC "/sys/devices/virtual/kfd/kfd/proc"
+#define FIRST_GFX9_TARGET 90000 /* of gfx_target_version */
+#define FIRST_GFX10_TARGET 100000 /* from here on CUs come in pairs */
 #define SOFT_MAX_GPUS 64 /* the DRM minors that the simulated machine has at most */
 
 /* ---------------------------------------------------------------------------------------------------------- root.c */
@@ -36,6 +39,7 @@ struct soft_gpu {
   ino_t ino, card_ino;  /* of renderD<minor> and card<card> below the root; 0: not there */
   bool gone;            /* a partition of another mode than the present one: the entry is free */
   bool claimed;         /* this process is known to have the GPU open */
+  bool shown;           /* and kfd/proc says so */
 };
 extern struct soft_gpu soft_gpus[SOFT_MAX_GPUS];
 extern int soft_gpu_count;
@@ -80,7 +84,7 @@ int soft_gem_size(uint32_t handle, uint64_t *size);
 int soft_gem_va(const struct drm_amdgpu_gem_va *a);
 void soft_used(const struct soft_gpu *g, uint64_t *vram, uint64_t *gtt); /* bytes, of all processes */
 void *soft_gpu_pointer(uint64_t va, uint64_t length); /* where this process can touch a GPU address; NULL: a fault */
-void soft_publish_process(const struct soft_gpu *g);
+int soft_process_folder(char *path, size_t size); /* what kfd/proc shows of this process, from the root; its length */
 void soft_memory_forget(void); /* in a forked child */
 
 /* -------------------------------------------------------------------------------------------------------- queues.c */

@@ -48,9 +48,9 @@ def machine(request: pytest.FixtureRequest) -> Iterator[Machine]:
 
         @contextmanager
         def open_by_token(gpu: Gpu) -> Iterator[None]:
-            """What softkfd leaves for as long as a process lives: a locked token, and a folder of kfd/proc."""
+            """What softkfd leaves for as long as a process lives: a locked token, and what kfd/proc shows of it."""
             kfd_gpu_id = gpu.partitions[0].kfd_gpu_id
-            folder = root / f"sys/class/kfd/kfd/proc/{os.getpid()}"
+            folder = root / "processes/00000001"
             folder.mkdir()
             (folder / f"vram_{kfd_gpu_id}").write_text("0\n")
             with (root / "procs/00000001").open("w") as token:
@@ -60,7 +60,7 @@ def machine(request: pytest.FixtureRequest) -> Iterator[Machine]:
                 yield
 
         yield (
-            PartitionFiles(root, write=driver.write, alive=driver.has_process),
+            PartitionFiles(root, write=driver.write, refresh=driver.refresh_processes),
             SysfsReader(root, name_tables=()).read_inventory,
             open_by_token,
         )

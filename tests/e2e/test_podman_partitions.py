@@ -96,11 +96,12 @@ def test_a_container_in_a_slice_keeps_its_gpu_from_being_switched_and_not_the_ot
 
 
 def test_a_container_with_a_whole_partition_is_found_by_the_driver(cut: Any) -> None:
-    """No ledger knows of it. On hardware kfd/proc would name it; simulated, that has its own pid namespace only."""
+    """No ledger knows of it; kfd/proc does, by the pid that it has on the host."""
     with running(cut, f"amdvgpu.io/partition={CUT_ID}-5"):
         refused = cut.ctl("gpu", "partition", CUT, "spx", "--force")
         assert refused.code == 1
-        assert "was not put into SPX: the driver says that the KFD is in use (EBUSY)" in refused.output
+        assert "cannot be put into SPX: KFD processes have it open" in refused.output
+        assert "(kfdclient)" in refused.output
         assert cut.ctl("gpu", "show", CUT).output.count("renderD") == 8
 
 

@@ -134,8 +134,9 @@ def test_what_is_no_process_or_has_just_ended_is_passed_over(kernel: Kernel) -> 
     (kernel.processes / "self").mkdir()
     (kernel.processes / "6").mkdir()
     assert kernel.files().users(GPU) == (KfdUser(5, "?", frozenset({1000})),)
-    assert kernel.files(alive=lambda pid: pid != 5).users(GPU) == ()
-    (kernel.root / "proc/5/comm").write_bytes(b"\x1b[31mred\n")
+    assert kernel.files(refresh=(kernel.processes / "5/vram_1000").unlink).users(GPU) == ()
+    kernel.process(7, "x", "vram_1000")
+    (kernel.root / "proc/7/comm").write_bytes(b"\x1b[31mred\n")
     assert kernel.files().users(GPU)[0].command == "?"
 
 

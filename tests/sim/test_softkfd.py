@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from amdvgpud.sim.driver import SimulatedDriver
 from amdvgpud.sim.models import parse_simulation
 from amdvgpud.sim.tree import build_tree
 
@@ -243,6 +244,39 @@ def test_memory_of_a_killed_process_comes_back(machine: MakeMachine, kfdclient: 
     assert made.figure("sys/bus/pci/devices/0000:05:00.0/mem_info_vram_used") == 0
 
 
+def test_kfd_proc_shows_a_process_from_its_first_open_with_the_driver_s_files(machine: MakeMachine) -> None:
+    """cu_occupancy is there only where the hardware counts it (gfx9)."""
+    made = machine("mi210,rx7900xtx")
+    body = """
+KFD_PROC = "/sys/class/kfd/kfd/proc"
+show(os.listdir(KFD_PROC) == [str(os.getpid())])
+os.close(kfd)
+folder = f"{KFD_PROC}/{os.getpid()}"
+show(sorted(os.path.relpath(os.path.join(d, f), folder) for d, _, files in os.walk(folder) for f in files))
+"""
+    ids = [int(line.split()[0].split("=")[1]) for line in (made.root / "gpus.conf").read_text().splitlines()]
+    per_gpu = [
+        "sdma_{}",
+        "stats_{}/evicted_ms",
+        "vram_{}",
+        *(f"counters_{{}}/{c}" for c in ("faults", "page_in", "page_out")),
+    ]
+    files = [name.format(gpu_id) for gpu_id in ids for name in per_gpu]
+    assert asked(made, body) == [True, sorted(["pasid", f"stats_{ids[0]}/cu_occupancy", *files])]
+
+
+def test_kfd_proc_does_not_count_what_came_by_a_render_node(machine: MakeMachine) -> None:
+    made = machine("mi210")
+    body = """
+gem = bytearray(struct.pack("=4Q", 1 << 30, 4096, 4, 0))
+fcntl.ioctl(os.open("/dev/dri/renderD128", os.O_RDWR), 3 << 30 | len(gem) << 16 | ord("d") << 8 | 0x40, gem)
+alloc(1 << 20)
+show(int(open(f"/sys/class/kfd/kfd/proc/{os.getpid()}/vram_4369").read()))
+show(int(open("/sys/bus/pci/devices/0000:05:00.0/mem_info_vram_used").read()))
+"""
+    assert asked(made, body) == [1 << 20, (1 << 30) + (1 << 20)]
+
+
 def test_partitions_have_memory_of_their_own_and_figures_of_the_whole_gpu(
     machine: MakeMachine, kfdclient: Path
 ) -> None:
@@ -323,7 +357,7 @@ def test_containers_and_host_share_the_memory_of_a_gpu(machine: MakeMachine, kfd
         refused = made.run(kfdclient, "--step", "3G", status=1)
         assert [line["result"] for line in refused if line["op"] == "alloc"] == ["ENOMEM"]
         # The program has pid 1 in there: it is told by its lock, not by its number.
-        # (The one that was refused has left its folder there; nobody has swept since.)
+        # (The one that was refused is still shown; nobody has swept since.)
         assert len(list((made.root / "sys/class/kfd/kfd/proc").iterdir())) == 1
         [token] = [p for p in (made.root / "procs").iterdir() if p.read_text() == "0\n4369\n"]
         # The program, not unshare: having changed its user, it does not die with its parent.
@@ -332,6 +366,34 @@ def test_containers_and_host_share_the_memory_of_a_gpu(machine: MakeMachine, kfd
             fcntl.flock(lock, fcntl.LOCK_EX)
     granted = made.run(kfdclient, "--step", "3G", "--count", "1")
     assert [line["result"] for line in granted if line["op"] == "alloc"] == ["ok"]
+
+
+@pytest.mark.root
+def test_the_driver_shows_a_process_of_a_container_by_its_pid_here_for_as_long_as_it_lives(
+    machine: MakeMachine, kfdclient: Path, tmpfs: Path
+) -> None:
+    made = machine("2*mi210")
+    driver = SimulatedDriver(parse_simulation("2*mi210"), made.root)
+    proc = made.root / "sys/class/kfd/kfd/proc"
+    hold = ("/tmp/client", "--step", "2G", "--count", "1", "--queue", "--hold")
+    with in_container(made, kfdclient, tmpfs, "129", *hold) as holder:
+        assert holder.stdout is not None
+        while '"hold"' not in (line := holder.stdout.readline()):
+            assert line, "the container ended"
+        assert list(proc.iterdir()) == []
+        for _ in range(2):
+            driver.refresh_processes()
+        pid = int(Path(f"/proc/{holder.pid}/task/{holder.pid}/children").read_text())
+        assert [folder.name for folder in proc.iterdir()] == [str(pid)]
+        assert made.figure(f"sys/class/kfd/kfd/proc/{pid}/vram_4642") == 2 * GIB
+        assert made.figure(f"sys/class/kfd/kfd/proc/{pid}/queues/1/gpuid") == 4642
+        assert not (proc / f"{pid}/vram_4369").exists()
+        [token] = (made.root / "procs").iterdir()
+        os.kill(pid, signal.SIGKILL)
+        with token.open() as lock:  # a killed process holds its locks for a moment
+            fcntl.flock(lock, fcntl.LOCK_EX)
+    driver.refresh_processes()
+    assert list(proc.iterdir()) == []
 
 
 def test_a_machine_built_under_a_narrow_umask_serves_everybody(tmpfs: Path) -> None:

@@ -254,7 +254,7 @@ def test_whoever_uses_the_gpus_may_write_what_softkfd_writes(tmpfs: Path) -> Non
     root = tree("mi210", tmpfs)
     modes = {
         name: oct((root / name).stat().st_mode & 0o777)
-        for name in ("dev/kfd", "dev/dri/renderD128", "state", "log.jsonl", "procs", "gpus.conf", "sys")
+        for name in ("dev/kfd", "dev/dri/renderD128", "state", "log.jsonl", "procs", "processes", "gpus.conf", "sys")
     }
     assert modes == {
         "dev/kfd": "0o666",
@@ -262,6 +262,7 @@ def test_whoever_uses_the_gpus_may_write_what_softkfd_writes(tmpfs: Path) -> Non
         "state": "0o666",
         "log.jsonl": "0o666",
         "procs": "0o777",
+        "processes": "0o777",
         "gpus.conf": "0o644",
         "sys": "0o755",
     }
