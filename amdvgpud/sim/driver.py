@@ -1,7 +1,8 @@
 """The simulated driver: what writing a partition file of a simulated machine does.
 
 Owns who is refused with which errno, as far as the driver's sources say (``amdgpu_gfx.c``, ``amdgpu_gmc.c``,
-``aqua_vanjaram.c``, ``kfd_device.c``). What changes in the root belongs to :mod:`amdvgpud.sim.tree`.
+``aqua_vanjaram.c``, ``kfd_device.c``), what goes wrong when a test wants it to, and ``kfd/proc``. What changes in the
+root belongs to :mod:`amdvgpud.sim.tree`.
 
 A simulated root is plain files, in which a write changes nothing by itself. So the one who writes
 (:mod:`amdvgpud.host.partition`) is given this for its pen: the same path, the same text, the same errors; and then the
@@ -16,11 +17,12 @@ import errno
 import fcntl
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 from amdvgpud.sim.models import Simulation
-from amdvgpud.sim.tree import present, repartition
+from amdvgpud.sim.tree import plug, present, repartition, unplug
 
 _COMPUTE: Final = "current_compute_partition"
 _MEMORY: Final = "current_memory_partition"
@@ -34,6 +36,7 @@ class SimulatedDriver:
     def __init__(self, simulation: Simulation, root: Path) -> None:
         self._simulation = simulation
         self._root = root
+        self._addresses = [gpu.pci_address for gpu in simulation.gpus]
 
     def write(self, path: Path, text: str) -> None:
         """``OSError`` as the driver's: EINVAL (no such mode, or not with the present memory mode), EBUSY (a process has
@@ -56,14 +59,67 @@ class SimulatedDriver:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), str(path))
         if mode == gpu.mode:
             return
-        state = os.open(self._root / "state", os.O_RDWR | os.O_CLOEXEC)
-        try:
-            fcntl.flock(state, fcntl.LOCK_EX)  # softkfd's own: nobody opens the GPU while it is switched
+        with self._locked():
             if self._users(gpu.pci_address):
                 raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(path))
             repartition(self._simulation, self._root, index, mode)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """By softkfd's own lock: nobody opens a GPU meanwhile."""
+        state = os.open(self._root / "state", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            fcntl.flock(state, fcntl.LOCK_EX)
+            yield
         finally:
             os.close(state)
+
+    # ------------------------------------------------------------------------------------------------------- faults
+
+    def read(self, path: Path) -> str:
+        """The text of a file of sysfs. ``OSError`` as the driver's while the GPU has a fault."""
+        self._fail(path, next((part for part in reversed(path.parts) if part in self._addresses), None))
+        return path.read_text()
+
+    def open_node(self, path: Path) -> int:
+        """A descriptor of a render node. ``OSError`` as the driver's while the GPU has a fault."""
+        minors = {
+            f"renderD{values['minor']}": values["device"].rpartition("/")[2]
+            for line in (self._root / "gpus.conf").read_text().splitlines()
+            if (values := dict(pair.split("=", 1) for pair in line.split()))
+        }
+        self._fail(path, minors.get(path.name))
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+
+    def set_fault(self, pci_address: str, error: int | None) -> None:
+        """While it stands, the GPU's files cannot be read nor its render nodes opened, by this errno: EBUSY or EPERM in
+        a reset, EIO or ENODEV when it has died. None: it is over. softkfd heeds it too."""
+        file = self._root / "faults" / pci_address
+        if error is None:
+            file.unlink(missing_ok=True)
+        else:
+            file.write_text(f"{errno.errorcode[error]}\n")
+
+    def tell(self, kfd_gpu_id: int, line: str) -> None:
+        """Send one line of the KFD's events to all who listen, as in ``3 1 a test``."""
+        with (self._root / "smi" / str(kfd_gpu_id)).open("a") as file:
+            file.write(f"{line}\n")
+
+    def unplug(self, pci_address: str) -> None:
+        with self._locked():
+            unplug(self._simulation, self._root, self._addresses.index(pci_address))
+
+    def plug(self, pci_address: str) -> None:
+        with self._locked():
+            plug(self._simulation, self._root, self._addresses.index(pci_address))
+
+    def _fail(self, path: Path, pci_address: str | None) -> None:
+        fault = self._root / "faults" / (pci_address or "none")
+        if fault.exists():
+            number = int(getattr(errno, fault.read_text().strip()))
+            raise OSError(number, os.strerror(number), str(path))
+
+    # ---------------------------------------------------------------------------------------------------- processes
 
     def refresh_processes(self) -> None:
         """Make ``kfd/proc`` what the kernel's always is: a folder for each living KFD process, by its pid here.

@@ -2,7 +2,7 @@
 
 Owns the layout of the simulated root: the KFD topology, the PCI and platform devices with their DRM nodes, the sparse
 files that stand for device nodes, and what ``softkfd`` reads and keeps there (``gpus.conf``, ``state``, ``procs/``,
-``processes/``, ``log.jsonl``; described in softkfd/README.md). What each GPU *is* comes from
+``processes/``, ``smi/``, ``faults/``, ``log.jsonl``; described in softkfd/README.md). What each GPU *is* comes from
 :mod:`amdvgpud.sim.models`.
 
 Files, order and formats follow captures of real machines and the driver's sources (kfd_topology.c, kfd_crat.c,
@@ -141,14 +141,64 @@ def repartition(simulation: Simulation, root: Path, index: int, mode: str) -> No
     ``simulation`` is the one that the root was built from: what was switched since is read from the root itself, so a
     daemon that starts again with the same text finds the machine as it left it.
     """
-    now, order, gpu_ids = _present(simulation, root)
+    now, order, _ = _present(simulation, root)
     gpus = tuple(replace(gpu, mode=mode) if i == index else gpu for i, gpu in enumerate(now.gpus))
-    kept = {place: gpu_id for place, gpu_id in gpu_ids.items() if place[0] != index}
     after = Simulation(simulation.text, gpus)
-    last = [*(i for i in order if i != index), index]
-    nodes, _ = _number(after, _xcp_separator(root), last, kept)
+    for _, minor, _ in _drm_devices(after, _xcp_separator(root))[0][index]:
+        os.truncate(root / f"dev/dri/renderD{minor}", 0)
+        os.truncate(root / f"dev/dri/renderD{minor}", RENDER_FILE_BYTES)
+    _replace_topology(simulation, root, after, [*(i for i in order if i != index), index], index)
+    # Last, as the file is what says that a switch is done: a daemon that died before finds the old mode, and switches.
+    _rewrite(root / _pci_path(gpus[index]) / "current_compute_partition", f"{mode}\n")
+
+
+def unplug(simulation: Simulation, root: Path, index: int) -> None:
+    """Take GPU ``index`` out of the machine in ``root``: out of KFD, PCI, DRM and /dev. Mounts of its nodes stay."""
+    now, order, _ = _present(simulation, root)
+    _replace_topology(simulation, root, now, [i for i in order if i != index], index)
+    aside = root / _UNPLUGGED / now.gpus[index].pci_address
+    for path in _plugs(now, root, index):
+        (aside / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).rename(aside / path)
+
+
+def plug(simulation: Simulation, root: Path, index: int) -> None:
+    """Put an unplugged GPU back: last in KFD order, under new gpu_ids."""
+    now, order, _ = _present(simulation, root)
+    aside = root / _UNPLUGGED / now.gpus[index].pci_address
+    for path in _plugs(now, root, index):
+        (aside / path).rename(root / path)
+    shutil.rmtree(aside)
+    _replace_topology(simulation, root, now, [*order, index], index)
+
+
+_UNPLUGGED: Final = ".unplugged"
+
+
+def _plugs(simulation: Simulation, root: Path, index: int) -> Iterator[str]:
+    """The names under which the machine knows a GPU; what they lead to stays where it is, for who comes back."""
+    address = simulation.gpus[index].pci_address
+    yield f"sys/bus/pci/devices/{address}"
+    yield f"sys/bus/pci/drivers/amdgpu/{address}"
+    for card, minor, path in _drm_devices(simulation, _xcp_separator(root))[0][index]:
+        if path.startswith("sys/devices/platform/"):
+            yield f"sys/bus/platform/devices/{path.rpartition('/')[2]}"
+        for name, number in ((f"card{card}", card), (f"renderD{minor}", minor)):
+            yield f"sys/class/drm/{name}"
+            yield f"sys/dev/char/226:{number}"
+            yield f"dev/dri/{name}"
+
+
+def _replace_topology(
+    simulation: Simulation, root: Path, after: Simulation, order: Sequence[int], changed: int
+) -> None:
+    """The KFD's nodes become those of the GPUs in ``order``, in modes as ``after`` has them; gpu_ids of GPU ``changed``
+    are new."""
+    _, _, gpu_ids = _present(simulation, root)
+    kept = {place: gpu_id for place, gpu_id in gpu_ids.items() if place[0] != changed}
+    nodes, _ = _number(after, _xcp_separator(root), order, kept)
     was = int((root / _TOPOLOGY / "generation_id").read_text())
-    own = [node for node in nodes if node.gpu_index == index]
+    own = [node for node in nodes if node.gpu_index == changed]
     aside = root / ".switch"
     if aside.exists():
         shutil.rmtree(aside)  # of a daemon that died in a switch
@@ -159,14 +209,9 @@ def repartition(simulation: Simulation, root: Path, index: int, mode: str) -> No
         if (place := (node.gpu_index, node.partition)) in kept:  # a figure of what goes on there, not of the switch
             old, new = (f"{_TOPOLOGY}/nodes/{n}/mem_banks/0/used_memory" for n in (was_node[place], node.node))
             (aside / new).write_text((root / old).read_text())
-    for _, minor, _ in _drm_devices(after, _xcp_separator(root))[0][index]:
-        os.truncate(root / f"dev/dri/renderD{minor}", 0)
-        os.truncate(root / f"dev/dri/renderD{minor}", RENDER_FILE_BYTES)
     (root / _TOPOLOGY).rename(aside / "old")
     (aside / _TOPOLOGY).rename(root / _TOPOLOGY)
     _rewrite(root / "gpus.conf", "".join(_conf_line(node) for node in nodes))
-    # Last, as the file is what says that a switch is done: a daemon that died before finds the old mode, and switches.
-    _rewrite(root / _pci_path(gpus[index]) / "current_compute_partition", f"{mode}\n")
     shutil.rmtree(aside)
 
 
@@ -742,6 +787,8 @@ def _write_softkfd(out: _Writer, nodes: Sequence[_Node]) -> None:
     out.file("log.jsonl", "", _ANYBODY)
     out.folder("procs", 0o777)
     out.folder("processes", 0o777)
+    out.folder("smi", 0o777)
+    out.folder("faults")
     # kfd/proc is by host pid: softkfd makes links there only where a pid means the same as here.
     out.file("pid_namespace", str(os.stat("/proc/self/ns/pid").st_ino))  # noqa: PTH116
     out.file("gpus.conf", "".join(_conf_line(node) for node in nodes))

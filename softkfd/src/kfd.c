@@ -100,6 +100,7 @@ static int kfd_ioctl(unsigned long request, void *arg) {
   case 0x1a: return soft_set_cu_mask(arg);
   case 0x1c: return soft_dmabuf_info(arg);
   case 0x1d: return soft_import_dmabuf(arg);
+  case 0x1f: return soft_smi_events(arg);
   case 0x20: return svm(arg);
   case 0x21: ((struct kfd_ioctl_set_xnack_mode_args *)arg)->xnack_enabled = 0; return 0;
   case 0x23: return soft_available(arg);

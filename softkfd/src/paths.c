@@ -74,6 +74,23 @@ static bool leads_nowhere(const char *path, const struct stat *st) {
   return soft_device_of_inode(st->st_dev, st->st_ino, &g) == SOFT_NONE;
 }
 
+/* errno of a GPU that is being reset or has died: what faults/<PCI address> of the root says; 0: it is well. */
+static int fault_of(const char *path, const struct stat *st) {
+  struct soft_gpu *g;
+  char name[PATH_MAX], text[32] = "";
+  if (st->st_dev != soft_dev || !S_ISREG(st->st_mode) || strncmp(path, "/dev/dri/", 9) ||
+      soft_device_of_inode(st->st_dev, st->st_ino, &g) == SOFT_NONE)
+    return 0;
+  snprintf(name, sizeof name, "%s/faults%s", soft_root, strrchr(g->device, '/'));
+  int fd = soft_open(name, O_RDONLY);
+  if (fd < 0) return 0;
+  ssize_t n = read(fd, text, sizeof text - 1);
+  close(fd);
+  text[n > 0 ? n : 0] = 0;
+  text[strcspn(text, "\n")] = 0;
+  return soft_errno_of(text);
+}
+
 static int open_at(int dir, const char *path, int flags, mode_t mode) {
   char buffer[PATH_MAX];
   int error = denied(path);
@@ -87,9 +104,9 @@ static int open_at(int dir, const char *path, int flags, mode_t mode) {
     int saved = errno;
     if (!syscall(SYS_newfstatat, fd, "", &st, AT_EMPTY_PATH)) {
       if (st.st_dev == soft_dev && st.st_ino == soft_kfd_ino) soft_opened_kfd(fd);
-      else if (path && leads_nowhere(path, &st)) {
+      else if (path && (error = leads_nowhere(path, &st) ? ENOENT : fault_of(path, &st))) {
         close(fd);
-        fd = -1, saved = ENOENT;
+        fd = -1, saved = error;
       }
     }
     errno = saved;

@@ -5,6 +5,7 @@
  *   memory.c   the table of buffers that all processes share: accounting, handles, dma-bufs, GPU addresses
  *   queues.c   compute and SDMA queues, CU masks, events
  *   packets.c  the thread that stands for the GPU: works through queues
+ *   smi.c      the stream of events
  *   kfd.c      requests on /dev/kfd, and the ioctl() that tells devices apart
  *   drm.c      requests on render nodes
  *   paths.c    the path and stat families of libc
@@ -109,6 +110,10 @@ void soft_set_event(uint32_t event_id);
 void soft_reset_event(uint32_t event_id);
 int soft_wait_events(struct kfd_ioctl_wait_events_args *a);
 void soft_queues_forget(void); /* in a forked child */
+
+/* ----------------------------------------------------------------------------------------------------------- smi.c */
+
+int soft_smi_events(struct kfd_ioctl_smi_events_args *a);
 
 /* ------------------------------------------------------------------------------------------------------- packets.c */
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -245,3 +246,41 @@ def test_a_container_on_another_gpu_outlives_a_switch_and_sees_its_new_node(
         assert made.machine.figure(used) == 0, "of the node that the GPU has now"
         made.switch(1, "CPX")
     assert [len(partitions) for _, _, partitions in made.seen()] == [8, 8]
+
+
+# --------------------------------------------------------------------------------------------------------- faults
+
+
+def test_a_gpu_with_a_fault_answers_by_it_and_the_others_do_not(bench: MakeBench, kfdclient: Path) -> None:
+    made = bench("2*mi300x-cpx")
+    first, second = (gpu.pci_address for gpu in made.simulation.gpus)
+    made.driver.set_fault(first, errno.EBUSY)
+    for path in (made.file(0, "mem_info_vram_total"), made.file(0, "drm/card1/dev")):
+        with pytest.raises(OSError, match="busy") as refused:
+            made.driver.read(path)
+        assert refused.value.errno == errno.EBUSY
+    for minor in (128, 130, 135):
+        with pytest.raises(OSError, match="busy"):
+            made.driver.open_node(made.root / f"dev/dri/renderD{minor}")
+    assert made.driver.read(made.file(1, "vendor")) == "0x1002\n"
+    os.close(made.driver.open_node(made.root / "dev/dri/renderD136"))
+    lines = made.machine.run(kfdclient, "--count", "0")
+    assert [line["minor"] for line in lines if line["op"] == "gpu"] == list(range(136, 144))
+    made.driver.set_fault(first, None)
+    made.driver.set_fault(second, None)
+    os.close(made.driver.open_node(made.root / "dev/dri/renderD128"))
+
+
+def test_a_gpu_that_is_unplugged_is_gone_for_everybody_and_comes_back_last(bench: MakeBench, kfdclient: Path) -> None:
+    made = bench("mi300x-cpx,mi300x")
+    first, second = (gpu.pci_address for gpu in made.simulation.gpus)
+    cut = made.seen()[0]
+    made.driver.unplug(first)
+    assert made.seen() == [(second, "SPX", [(1, 6553, 136)])]
+    lines = made.machine.run(kfdclient, "--count", "0")
+    assert [line["minor"] for line in lines if line["op"] == "gpu"] == [136]
+    made.switch(1, "DPX")
+    made.driver.plug(first)
+    assert [(address, mode) for address, mode, _ in made.seen()] == [(second, "DPX"), (first, "CPX")]
+    assert [minor for _, _, minor in made.seen()[1][2]] == [minor for _, _, minor in cut[2]]
+    made.machine.run(kfdclient, "--gpu", "9", "--count", "1")

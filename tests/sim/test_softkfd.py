@@ -216,6 +216,24 @@ show(os.path.realpath("/sys/dev/char/226:128/device"))
     ]
 
 
+def test_the_event_stream_gives_the_events_of_its_mask_from_the_ask_on(machine: MakeMachine) -> None:
+    """Lines as of kfd_smi_events.c: the event's number in hex, then its text."""
+    made = machine("2*mi210")
+    body = """
+import select
+show(ask(0x1F, "=II", 1, 0))
+stream = ask(0x1F, "=II", GPU, 0)[1]
+os.write(stream, struct.pack("=Q", 1 << 2 | 1 << 3))
+driver = open(os.environ["SOFTKFD_ROOT"] + f"/smi/{GPU}", "a")
+driver.write("1 77:python3\\n3 1 ring timeout\\n")
+driver.flush()
+select.select([stream], [], [], 10)
+show(os.read(stream, 4096).decode())
+show(select.select([stream], [], [], 0.1)[0])
+"""
+    assert asked(made, body) == ["EINVAL", "3 1 ring timeout\n", []]
+
+
 # ---------------------------------------------------------------------------------------------------- many processes
 
 
