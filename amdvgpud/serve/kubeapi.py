@@ -1,0 +1,555 @@
+"""The Kubernetes API, as far as this node needs it: seven calls over aiohttp, and a watch that resumes.
+
+Owns credentials (in-cluster or a kubeconfig), retries and their pace, and the few fields that are read of Nodes and
+Pods. Decides nothing. The full clients cost some 60 MiB in each daemon; what is used here is below, and so is the RBAC
+that it needs (:data:`VERBS`).
+
+Sources: Kubernetes API concepts (watch, resourceVersion, merge patch), kubeconfig v1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import logging
+import random
+import ssl
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import aiohttp
+import msgspec
+from yarl import URL
+
+from amdvgpud.core.errors import HostFailure, Invalid, NotFound, Stale
+
+log = logging.getLogger(__name__)
+
+VERBS: Final[Mapping[str, tuple[str, ...]]] = {
+    "nodes": ("get", "patch"),
+    "pods": ("get", "list", "watch", "patch"),
+    "events": ("create",),
+}
+"""All that is asked of the API. Events are created in the namespace ``default``, where those about Nodes live."""
+
+SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+EVENTS_NAMESPACE: Final = "default"
+
+TRIES: Final = 4
+FIRST_PAUSE_S: Final = 0.1
+LONGEST_PAUSE_S: Final = 30.0
+TOKEN_AGE_S: Final = 60.0
+"""A mounted token is renewed by the kubelet long before it ends; reading it once a minute is never too late."""
+WATCH_S: Final = 120
+"""How long one watch is asked to last. A connection that has died without a word is noticed when it is over."""
+LONGEST_LINE: Final = 16 * 1024**2
+"""Of a watch. An object is at most some 2 MiB, for etcd takes no more."""
+
+
+# -------------------------------------------------------------------------------------------------- what is read
+
+
+class Meta(msgspec.Struct, rename="camel", frozen=True):
+    name: str = ""
+    namespace: str = ""
+    uid: str = ""
+    resource_version: str = ""
+    annotations: dict[str, str] | None = None
+    labels: dict[str, str] | None = None
+    deletion_timestamp: str | None = None
+
+
+class Resources(msgspec.Struct, frozen=True):
+    limits: dict[str, str | int] | None = None
+
+
+class PodContainer(msgspec.Struct, rename="camel", frozen=True):
+    name: str = ""
+    image: str = ""
+    resources: Resources | None = None
+    restart_policy: str = ""
+
+    def limit(self, resource: str) -> int | None:
+        """The whole number that is its limit of ``resource``; None: none is written, or no plain number."""
+        text = str(((self.resources and self.resources.limits) or {}).get(resource, ""))
+        return int(text) if text.isascii() and text.isdigit() else None
+
+
+class PodSpec(msgspec.Struct, rename="camel", frozen=True):
+    node_name: str = ""
+    scheduler_name: str = ""
+    init_containers: tuple[PodContainer, ...] | None = None
+    containers: tuple[PodContainer, ...] | None = None
+
+
+class PodStatus(msgspec.Struct, frozen=True):
+    phase: str = ""
+
+
+class Pod(msgspec.Struct, frozen=True):
+    metadata: Meta
+    spec: PodSpec = PodSpec()
+    status: PodStatus = PodStatus()
+
+    @property
+    def annotations(self) -> Mapping[str, str]:
+        return self.metadata.annotations or {}
+
+    @property
+    def ended(self) -> bool:
+        return self.status.phase in ("Succeeded", "Failed")
+
+    def __str__(self) -> str:
+        return f"{self.metadata.namespace}/{self.metadata.name}"
+
+
+class NodeStatus(msgspec.Struct, frozen=True):
+    capacity: dict[str, str] | None = None
+    allocatable: dict[str, str] | None = None
+
+
+class ClusterNode(msgspec.Struct, frozen=True):
+    metadata: Meta
+    status: NodeStatus = NodeStatus()
+
+    @property
+    def annotations(self) -> Mapping[str, str]:
+        return self.metadata.annotations or {}
+
+
+class _ListMeta(msgspec.Struct, rename="camel", frozen=True):
+    resource_version: str = ""
+
+
+class _PodList(msgspec.Struct, frozen=True):
+    metadata: _ListMeta
+    items: tuple[Pod, ...] | None = None
+
+
+class _Status(msgspec.Struct, frozen=True):
+    message: str = ""
+    reason: str = ""
+    code: int = 0
+
+
+class _Change(msgspec.Struct, frozen=True):
+    type: str
+    object: msgspec.Raw
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """All pods there are now. What was seen before and is not among them has gone, unseen."""
+
+    pods: tuple[Pod, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    pod: Pod
+    deleted: bool
+
+
+# ---------------------------------------------------------------------------------------------------- credentials
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Where the API is, and as whom to speak."""
+
+    server: str
+    tls: ssl.SSLContext | None = None
+    """None: plain HTTP, for tests and for proxies on the loopback."""
+    token: str | None = None
+    token_file: Path | None = None
+    """Read anew each minute, for the kubelet renews it."""
+
+
+def read_access(kubeconfig: Path | None, environment: Mapping[str, str], mounted: Path = SERVICE_ACCOUNT) -> Access:
+    """From ``kubeconfig`` if one is named, else as a pod's service account. ``Invalid`` says what is missing."""
+    if kubeconfig is not None:
+        return _from_kubeconfig(kubeconfig)
+    host, port = (environment.get(f"KUBERNETES_SERVICE_{what}", "") for what in ("HOST", "PORT"))
+    if not host or not (mounted / "token").is_file():
+        raise Invalid.field(
+            "kube.config",
+            "no kubeconfig is named, and this process is in no pod with a service account "
+            f"(KUBERNETES_SERVICE_HOST, {mounted}/token): name a kubeconfig",
+        )
+    try:
+        tls = ssl.create_default_context(cafile=str(mounted / "ca.crt"))
+    except OSError as error:
+        raise Invalid(f"{mounted / 'ca.crt'} cannot be read: {error}") from error
+    return Access(f"https://{f'[{host}]' if ':' in host else host}:{port or 443}", tls, token_file=mounted / "token")
+
+
+def _from_kubeconfig(path: Path) -> Access:
+    try:
+        import yaml  # only a node with a kubeconfig needs it
+    except ImportError as error:
+        raise Invalid.field("kube.config", "reading a kubeconfig needs PyYAML: install amdvgpud[kubernetes]") from error
+    try:
+        document = yaml.safe_load(path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise Invalid.field("kube.config", f"{path} cannot be read: {error}") from error
+    config = _Kubeconfig(path, document)
+    context = config.named("contexts", "context", config.text(document, "current-context"))
+    cluster = config.named("clusters", "cluster", config.text(context, "cluster"))
+    user = config.named("users", "user", config.text(context, "user"))
+    if unknown := [key for key in ("exec", "auth-provider", "username") if user.get(key)]:
+        raise config.wrong(f"its user signs in by {unknown[0]!r}, which is not supported: use a token or certificate")
+    server = config.text(cluster, "server").rstrip("/")
+    if not server.startswith(("https://", "http://")):
+        raise config.wrong(f"its server {server!r} is no http(s) address")
+    token_file = user.get("tokenFile")
+    return Access(
+        server,
+        config.tls(cluster, user) if server.startswith("https://") else None,
+        token=None if token_file else (user.get("token") or None),
+        token_file=config.beside(str(token_file)) if token_file else None,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Kubeconfig:
+    path: Path
+    document: Any
+
+    def wrong(self, why: str) -> Invalid:
+        return Invalid.field("kube.config", f"{self.path}: {why}")
+
+    def beside(self, name: str) -> Path:
+        """Relative names are relative to the kubeconfig."""
+        return self.path.parent / name
+
+    def text(self, table: object, key: str) -> str:
+        value = table.get(key) if isinstance(table, dict) else None
+        if not isinstance(value, str) or not value:
+            raise self.wrong(f"{key!r} is missing")
+        return value
+
+    def named(self, group: str, kind: str, name: str) -> dict[str, Any]:
+        entries = self.document.get(group)
+        for entry in entries if isinstance(entries, list) else []:
+            if isinstance(entry, dict) and entry.get("name") == name and isinstance(entry.get(kind) or {}, dict):
+                return entry.get(kind) or {}
+        raise self.wrong(f"there is no {kind} {name!r} in it")
+
+    def tls(self, cluster: Mapping[str, Any], user: Mapping[str, Any]) -> ssl.SSLContext:
+        try:
+            ca = self._bytes(cluster, "certificate-authority")
+            context = ssl.create_default_context(cadata=ca.decode("ascii") if ca else None)
+            if cluster.get("insecure-skip-tls-verify"):
+                log.warning("%s: the API server is not verified, as insecure-skip-tls-verify asks.", self.path)
+                context.check_hostname = False
+                context.verify_mode = ssl.CERT_NONE
+            certificate, key = (self._bytes(user, f"client-{what}") for what in ("certificate", "key"))
+            if certificate and key:
+                # OpenSSL's loader takes files only; this one is ours alone, and gone at once.
+                with tempfile.NamedTemporaryFile() as file:
+                    file.write(certificate + b"\n" + key)
+                    file.flush()
+                    context.load_cert_chain(file.name)
+        except (OSError, ValueError) as error:
+            raise self.wrong(f"its certificates cannot be used: {error}") from error
+        return context
+
+    def _bytes(self, table: Mapping[str, Any], key: str) -> bytes | None:
+        if inline := table.get(f"{key}-data"):
+            return base64.b64decode(str(inline), validate=True)
+        return self.beside(str(table[key])).read_bytes() if table.get(key) else None
+
+
+# ------------------------------------------------------------------------------------------------------- the calls
+
+
+class _Gone(Exception):
+    """The resourceVersion is too old to resume from."""
+
+
+_T = TypeVar("_T")
+
+
+def _path_of_pod(namespace: str, name: str) -> str:
+    return f"/api/v1/namespaces/{namespace}/pods/{name}"
+
+
+@dataclass
+class KubeApi:
+    """One node's view of the API. Reads and merge patches are tried again; both may be done twice without harm."""
+
+    access: Access
+    timeout_s: float = 10.0
+    """Of one try."""
+    pause: Callable[[float], Awaitable[None]] = asyncio.sleep
+    jitter: Callable[[], float] = random.random
+    """0 to 1: retries of many nodes must not come in step."""
+    clock: Callable[[], float] = time.monotonic
+    _session: aiohttp.ClientSession | None = None
+    _token: tuple[float, str] | None = field(default=None, repr=False)
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def get_node(self, name: str) -> ClusterNode:
+        return _decoded(await self._ask("GET", f"/api/v1/nodes/{name}"), ClusterNode)
+
+    async def patch_node(
+        self,
+        name: str,
+        *,
+        annotations: Mapping[str, str | None] | None = None,
+        labels: Mapping[str, str | None] | None = None,
+        resource_version: str | None = None,
+    ) -> ClusterNode:
+        """Set what has a value, remove what has None, leave the rest. ``Stale`` unless the Node is at that version."""
+        patch = _metadata(annotations, labels, resource_version)
+        return _decoded(await self._ask("PATCH", f"/api/v1/nodes/{name}", patch), ClusterNode)
+
+    async def get_pod(self, namespace: str, name: str) -> Pod:
+        return _decoded(await self._ask("GET", _path_of_pod(namespace, name)), Pod)
+
+    async def list_pods(self, node: str) -> tuple[Pod, ...]:
+        """The pods that are bound to ``node``, in no order to rely on."""
+        return (await self._list_pods(node)).items or ()
+
+    async def patch_pod(self, pod: Pod, annotations: Mapping[str, str | None]) -> Pod:
+        """As :meth:`patch_node`. ``Stale`` if another pod of that name has taken its place."""
+        patch = _metadata(annotations, None, None)
+        patch["metadata"]["uid"] = pod.metadata.uid  # a pod's uid cannot be changed: one that differs is refused
+        path = _path_of_pod(pod.metadata.namespace, pod.metadata.name)
+        return _decoded(await self._ask("PATCH", path, patch), Pod)
+
+    async def tell_of_node(self, node: str, reason: str, message: str, *, warning: bool, now_s: float) -> None:
+        """An Event about ``node``, for people: where it cannot be written the caller goes on."""
+        at = datetime.fromtimestamp(now_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        event = {
+            "apiVersion": "v1",
+            "kind": "Event",
+            "metadata": {"generateName": f"{node}.", "namespace": EVENTS_NAMESPACE},
+            "involvedObject": {"apiVersion": "v1", "kind": "Node", "name": node, "uid": node},
+            "reason": reason,
+            "message": message[:1024],
+            "type": "Warning" if warning else "Normal",
+            "source": {"component": "amdvgpud", "host": node},
+            "firstTimestamp": at,
+            "lastTimestamp": at,
+            "count": 1,
+        }
+        await self._ask("POST", f"/api/v1/namespaces/{EVENTS_NAMESPACE}/events", event, tries=1)
+
+    async def watch_pods(self, node: str) -> AsyncIterator[Listed | Changed]:
+        """The pods of ``node``, for ever: first all of them, then each change; all of them again after a gap.
+
+        Never raises for what the API does: a failure is logged once and tried again, ever slower, up to half a minute.
+        """
+        version: str | None = None
+        failures = 0
+        while True:
+            try:
+                if version is None:
+                    found = await self._list_pods(node)
+                    version = found.metadata.resource_version
+                    yield Listed(found.items or ())
+                async for change in self._changes(node, version):
+                    failures = 0
+                    version = change.metadata.resource_version or version
+                    if change.kind != "BOOKMARK":
+                        yield Changed(change.pod, change.kind == "DELETED")
+                continue
+            except _Gone:
+                version = None
+                reason = "the API keeps no changes that old"
+            except (HostFailure, NotFound, Stale) as error:
+                reason = str(error)
+            failures += 1
+            if failures > 1 or version is not None:
+                log.log(
+                    logging.WARNING if failures == 2 else logging.DEBUG,
+                    "The watch of this node's pods broke (%d in a row) and is begun again: %s",
+                    failures,
+                    reason,
+                )
+            await self.pause(self._pause_s(failures - 1))
+
+    # ---------------------------------------------------------------------------------------------------- inside
+
+    async def _list_pods(self, node: str) -> _PodList:
+        return _decoded(
+            await self._ask("GET", "/api/v1/pods", query={"fieldSelector": f"spec.nodeName={node}"}), _PodList
+        )
+
+    async def _changes(self, node: str, version: str) -> AsyncIterator[_Seen]:
+        lasting_s = int(WATCH_S * (1 + self.jitter() / 2))
+        query = {
+            "fieldSelector": f"spec.nodeName={node}",
+            "watch": "true",
+            "allowWatchBookmarks": "true",
+            "resourceVersion": version,
+            "timeoutSeconds": str(lasting_s),
+        }
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self.timeout_s, sock_read=lasting_s + 30)
+        try:
+            async with self._opened().get(
+                self._url("/api/v1/pods", query), headers=await self._headers(), timeout=timeout
+            ) as response:
+                if response.status != 200:
+                    self._forget_token(response.status)
+                    raise _refusal("GET", "/api/v1/pods", response.status, await response.read())
+                buffer = bytearray()
+                async for chunk in response.content.iter_any():
+                    buffer += chunk
+                    *lines, rest = buffer.split(b"\n")
+                    buffer = rest
+                    if len(buffer) > LONGEST_LINE:
+                        raise HostFailure("the API sent a change that is longer than any object can be")
+                    for line in filter(None, lines):
+                        yield _seen(bytes(line))
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise HostFailure(f"watching pods: {_said(error)}") from error
+
+    async def _ask(
+        self,
+        method: str,
+        path: str,
+        body: object = None,
+        *,
+        query: Mapping[str, str] | None = None,
+        tries: int = TRIES,
+    ) -> bytes:
+        """The answer's body. Tried again where the API is not there, is busy or ails; never where it refuses."""
+        for attempt in range(tries):
+            wait_s = self._pause_s(attempt)
+            try:
+                async with self._opened().request(
+                    method,
+                    self._url(path, query),
+                    data=None if body is None else msgspec.json.encode(body),
+                    headers={**await self._headers(), **({} if body is None else _CONTENT[method])},
+                    timeout=aiohttp.ClientTimeout(total=self.timeout_s),
+                ) as response:
+                    text = await response.read()
+                    if response.status < 300:
+                        return text
+                    failure: Exception = _refusal(method, path, response.status, text)
+                    self._forget_token(response.status)
+                    if response.status < 500 and response.status not in (401, 429):
+                        raise failure
+                    after = response.headers.get("Retry-After", "")
+                    wait_s = max(wait_s, min(float(after), 5.0)) if after.isdigit() else wait_s
+            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                failure = HostFailure(f"{method} {path}: {_said(error)}")
+                failure.__cause__ = error
+            if attempt + 1 < tries:
+                await self.pause(wait_s)
+        raise failure
+
+    def _pause_s(self, failures: int) -> float:
+        return float(min(FIRST_PAUSE_S * 2**failures, LONGEST_PAUSE_S) * (0.5 + self.jitter() / 2))
+
+    def _opened(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            # No proxy, no cookies, no redirects to elsewhere: it is one server, with our token.
+            tls = self.access.tls if self.access.tls is not None else True
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(ssl=tls, limit=8),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                headers={"User-Agent": "amdvgpud", "Accept": "application/json"},
+            )
+        return self._session
+
+    def _url(self, path: str, query: Mapping[str, str] | None) -> URL:
+        return URL(self.access.server + path, encoded=False).with_query(query)
+
+    async def _headers(self) -> dict[str, str]:
+        token = self.access.token
+        if self.access.token_file is not None:
+            if self._token is None or self.clock() - self._token[0] > TOKEN_AGE_S:
+                self._token = self.clock(), await asyncio.to_thread(_read_token, self.access.token_file)
+            token = self._token[1]
+        return {"Authorization": f"Bearer {token}"} if token else {}
+
+    def _forget_token(self, status: int) -> None:
+        if status == 401:
+            self._token = None
+
+
+_CONTENT: Final = {
+    "PATCH": {"Content-Type": "application/merge-patch+json"},
+    "POST": {"Content-Type": "application/json"},
+}
+
+
+def _read_token(path: Path) -> str:
+    try:
+        return path.read_text("ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise HostFailure(f"the token of the Kubernetes API cannot be read: {error}") from error
+
+
+def _metadata(
+    annotations: Mapping[str, str | None] | None, labels: Mapping[str, str | None] | None, version: str | None
+) -> dict[str, dict[str, object]]:
+    fields: dict[str, object] = {}
+    if annotations is not None:
+        fields["annotations"] = dict(annotations)
+    if labels is not None:
+        fields["labels"] = dict(labels)
+    if version is not None:
+        fields["resourceVersion"] = version
+    return {"metadata": fields}
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    kind: str
+    pod: Pod
+
+    @property
+    def metadata(self) -> Meta:
+        return self.pod.metadata
+
+
+def _seen(line: bytes) -> _Seen:
+    change = _decoded(line, _Change)
+    if change.type != "ERROR":
+        return _Seen(change.type, _decoded(bytes(change.object), Pod))
+    status = _decoded(bytes(change.object), _Status)
+    if status.code == 410:
+        raise _Gone
+    raise HostFailure(f"watching pods: {status.message or status.reason or status.code}")
+
+
+def _refusal(method: str, path: str, status: int, body: bytes) -> Exception:
+    try:
+        said = msgspec.json.decode(body, type=_Status).message
+    except msgspec.MsgspecError:
+        said = body[:200].decode("utf-8", "replace")
+    text = f"{method} {path}: the API says {status}: {said or 'nothing more'}"
+    if status == 404:
+        return NotFound(text)
+    if status == 409:
+        return Stale(text)
+    if status == 410:
+        return _Gone(text)
+    if status == 403:
+        text += " (the role that amdvgpud needs is in docs/guide/hami.md)"
+    return HostFailure(text)
+
+
+def _decoded(text: bytes, type_: type[_T]) -> _T:
+    try:
+        return msgspec.json.decode(text, type=type_)
+    except msgspec.MsgspecError as error:
+        raise HostFailure(f"the API sent what is no {type_.__name__.lstrip('_')}: {error}") from error
+
+
+def _said(error: BaseException) -> str:
+    return str(error) or type(error).__name__
