@@ -103,7 +103,8 @@ class Rows:
     partners: tuple[int | None, ...]
     """gfx9: the row whose CUs share instruction and scalar caches with row ``r``'s. None on WGP GPUs."""
     tail: tuple[int, ...]
-    """What is in no row, as columns: one bit an XCC (or one WGP). Never granted alone."""
+    """What is in no row, as columns: one bit an XCC (or one WGP). Granted without all rows only where a count is
+    dictated (``exact``)."""
     addressable: int
     """All bits that are no ghosts."""
     column_cus: int

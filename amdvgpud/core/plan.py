@@ -291,9 +291,7 @@ def _free_granules(at: Occupancy, compute: Compute, want: _Want) -> int:
         return len(_free_rows(at.rows, blocked))
     free = _free_columns(at.rows, blocked)
     if compute.policy is ComputePolicy.EXACT:
-        total = sum(len(columns) for columns in at.rows.columns)
-        count = sum(free)
-        return total + len(at.rows.tail) if count == total else count
+        return sum(free) + len(_free_tail(at.rows, blocked))
     # Engines may differ by one column: so many full rounds as the poorest engine has, and one more where there is any.
     low = min(free)
     return low * len(free) + sum(1 for count in free if count > low)
@@ -309,6 +307,10 @@ def _free_columns(rows: Rows, taken: int) -> list[int]:
     return counts
 
 
+def _free_tail(rows: Rows, taken: int) -> list[int]:
+    return [column for column in rows.tail if not column & taken]
+
+
 # ------------------------------------------------------------------------------------------------------ which to take
 
 
@@ -318,16 +320,19 @@ def _cut(at: Occupancy, compute: Compute, want: _Want, free: int) -> int | None:
         return None
     count = min(want.nominal, free)
     blocked = _blocked(at, compute.policy)
+    tail = _free_tail(at.rows, blocked)
     if _in_columns(at, compute.policy):
         mask = _pick_columns(at.rows, blocked, count)
-        total = sum(len(columns) for columns in at.rows.columns)
         if compute.policy is ComputePolicy.EXACT:
-            return mask | sum(at.rows.tail[: max(0, count - total)])
-        return mask | (at.rows.tail_mask if count == total else 0)
+            # The tail last: who dictates a count promises two halves of a GPU, and its rows alone may be an odd number
+            # of columns less than it has. Such a slice is uneven over the engines, and says so by its effective CUs.
+            return mask | sum(tail[: max(0, count - sum(_free_columns(at.rows, blocked)))])
+        total = sum(len(columns) for columns in at.rows.columns)
+        return mask | (sum(tail) if count == total else 0)
     picked = _pick_rows(at, _free_rows(at.rows, blocked), count)
     mask = sum(at.rows.rows[i] for i in picked)
-    # The tail is nobody's alone: it comes as a bonus to whoever has all rows, and then nobody else can have any.
-    return mask | (at.rows.tail_mask if count == len(at.rows.rows) else 0)
+    # To all others the tail comes only as a bonus: to whoever has all rows, what of it nobody has.
+    return mask | (sum(tail) if count == len(at.rows.rows) else 0)
 
 
 def _pick_rows(at: Occupancy, free: Sequence[int], count: int) -> list[int]:
@@ -633,7 +638,7 @@ def _share_faults(share: Share, partition: Partition, policy: ComputePolicy) -> 
     body = mask & ~rows.tail_mask
     in_rows = sum(rows.rows)
     complete = body == in_rows
-    if mask != body and not complete:
+    if mask != body and not complete and policy is not ComputePolicy.EXACT:
         yield f"{share.partition}: CUs of the tail without all rows"
     # Engines count by what they have of the rows: the tail is uneven by nature, and only the owner of all has it.
     step = 2 if layout.wgp else 1

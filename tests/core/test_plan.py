@@ -204,16 +204,33 @@ def test_fine_is_cut_in_rows_where_the_harvest_is_a_guess(
     assert counts_of(share) == (6, 32, 32)
 
 
-def test_the_tail_goes_to_nobody_but_the_owner_of_all_rows(
+def test_the_tail_goes_to_nobody_but_the_owner_of_all_rows_unless_a_count_is_dictated(
     layout_of: LayoutOf, make_inventory: MakeInventory, ask: Ask, granted: Granted
 ) -> None:
     inventory = make_inventory(layout_of("MI300X"))
     book = granted(inventory, *(ask(f"s{i}", "32") for i in range(9)))
-    for policy in ("balanced", "fine", "exact"):
+    for policy in ("balanced", "fine"):
         with pytest.raises(NoRoom) as refusal:
             place(book, inventory, ask("x", "1", policy))
         assert refusal.value.reason == "no_cus"
     assert sets_of(granted(inventory, ask("all", "95%")), "all") == [bits(0, 304)]
+
+
+def test_a_dictated_count_takes_the_tail_when_the_rows_are_gone(
+    layout_of: LayoutOf, make_inventory: MakeInventory, ask: Ask, granted: Granted
+) -> None:
+    inventory = make_inventory(layout_of("MI300X"))
+    book = granted(inventory, ask("a", "152", "exact"), ask("b", "152", "exact"))
+    assert [counts_of(book.slices[SliceName(name)].shares[0])[1] for name in "ab"] == [152, 152]
+    (rest,) = sets_of(book, "b")
+    assert rest is not None
+    assert set(range(288, 304)) <= set(rest)
+    # What is left of the tail is the bonus of who then has all rows.
+    book = granted(inventory, *(ask(f"s{i}", "32") for i in range(9)))
+    book = granted(inventory, ask("t", "8", "exact"), book=book)
+    for i in range(9):
+        book = book.without_slice(SliceName(f"s{i}"))
+    assert sets_of(granted(inventory, ask("all", "95%"), book=book), "all") == [CuSet((*range(288), *range(296, 304)))]
 
 
 def test_shared_slices_overlap_each_other_least_shared_first_and_nobody_else(
@@ -659,6 +676,15 @@ class Silicon:
         equal = min(len(found) for found in rest.values())
         return frozenset().union(*(g for found in rest.values() for g in sorted(found, key=min)[:equal]))
 
+    def tail_free(self, taken: frozenset[int]) -> int:
+        """How many bits of the tail's columns (the k-th granule left on each XCC) nobody has any part of."""
+        granules, tail = self.granules(), self.tail()
+        by_xcc: dict[int, list[frozenset[int]]] = {xcc: [] for xcc in range(self.layout.xcc_count)}
+        for granule in sorted((g for g in granules if g <= tail), key=min):
+            by_xcc[granules[granule][0]].append(granule)
+        columns = [frozenset().union(*parts) for parts in zip(*by_xcc.values(), strict=True)]
+        return sum(len(column) for column in columns if not column & taken)
+
     def columns_free(self, taken: frozenset[int]) -> dict[int, int]:
         """By engine: how many of its row columns nobody has."""
         granules, free = self.granules(), Counter[int]()
@@ -708,9 +734,7 @@ def expected_cus(silicon: Silicon, request: Request, exclusive: frozenset[int], 
         count = int(exact)
         wanted = (count + 1) // 2 if layout.wgp else max(1, count // layout.xcc_count)
         wanted = min(wanted, all_columns + tail_columns)
-        free = sum(silicon.columns_free(blocked).values())
-        if wanted > all_columns:
-            return wanted * column if free == all_columns else None
+        free = sum(silicon.columns_free(blocked).values()) + silicon.tail_free(blocked) // column
         return wanted * column if wanted <= free else None
     in_columns = compute.policy is ComputePolicy.FINE and layout.harvest_known
     granule, most = (column, all_columns) if in_columns else (row, len(rows))
@@ -725,7 +749,7 @@ def expected_cus(silicon: Silicon, request: Request, exclusive: frozenset[int], 
     granted = max((n for n in possible if lowest <= n <= nearest), default=None)
     if granted is None:
         return None
-    return granted * granule + (len(silicon.tail()) if granted == most else 0)
+    return granted * granule + (silicon.tail_free(blocked) if granted == most else 0)
 
 
 @st.composite
@@ -807,7 +831,7 @@ def test_plans_on_random_gpus_keep_the_rules_and_refusals_are_true(
             on_xcc = Counter(where[0] for where in mine.values())
             assert len(on_xcc) == layout.xcc_count
             assert len(set(on_xcc.values())) == 1
-            assert not got & tail or in_rows <= got
+            assert not got & tail or in_rows <= got or compute.policy is ComputePolicy.EXACT
             assert got <= in_rows | tail
             if compute.policy in (ComputePolicy.BALANCED, ComputePolicy.SHARED):
                 assert all(row <= got or not row & got for row in rows)
