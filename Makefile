@@ -71,3 +71,8 @@ packages:
 
 e2e-systemd: packages
 	tests/e2e/systemd/run
+
+# make stubs        what protoc makes of amdvgpud/serve/pb/*.proto, which is committed
+.PHONY: stubs
+stubs: build/.tested
+	$(BIN)/python amdvgpud/serve/pb/generate.py

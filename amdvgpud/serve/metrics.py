@@ -186,6 +186,29 @@ METRICS: Final = (
         "Unix time of the last publication that did not fail.",
     ),
     Metric(
+        "amdvgpu_kubelet_registrations_total",
+        "counter",
+        "",
+        ("result",),
+        "Attempts to register a resource with the kubelet, by result: ok, refused (by the kubelet), owned (another "
+        "plugin has the name), failed.",
+    ),
+    Metric(
+        "amdvgpu_kubelet_devices",
+        "gauge",
+        "",
+        ("resource", "state"),
+        "Devices that a registered resource showed to the kubelet last, by state: healthy, unhealthy.",
+    ),
+    Metric(
+        "amdvgpu_kubelet_allocate_duration_seconds",
+        "histogram",
+        "seconds",
+        ("result",),
+        "Time that the kubelet's Allocate took, by result: ok, refused (the pod is told why), failed.",
+        _WORK_BUCKETS,
+    ),
+    Metric(
         "amdvgpu_reconcile_duration_seconds",
         "histogram",
         "seconds",
@@ -354,6 +377,9 @@ class Metrics:
         self._failures = _counter("amdvgpu_allocation_failures_total", registry)
         self._cdi_writes = _counter("amdvgpu_cdi_writes_total", registry)
         self._reconcile_time = _histogram("amdvgpu_reconcile_duration_seconds", registry)
+        self._kubelet_registrations = _counter("amdvgpu_kubelet_registrations_total", registry)
+        self._kubelet_allocate_time = _histogram("amdvgpu_kubelet_allocate_duration_seconds", registry)
+        self._kubelet_devices: dict[str, Sequence[bool]] = {}
         prometheus_client.ProcessCollector(registry=registry)
 
     # ------------------------------------------------------------------------------------------------- counting
@@ -397,6 +423,19 @@ class Metrics:
         self._cdi_writes.labels(result).inc()
         if result != "failed":
             self._cdi_written_s = self._now_s()
+
+    def kubelet_registration(self, result: Literal["ok", "refused", "owned", "failed"]) -> None:
+        self._kubelet_registrations.labels(result).inc()
+
+    def kubelet_allocation(self, result: Literal["ok", "refused", "failed"], duration_s: float) -> None:
+        self._kubelet_allocate_time.labels(result).observe(duration_s)
+
+    def kubelet_devices(self, resource: str, healthy: Sequence[bool] | None) -> None:
+        """What the kubelet was last told of ``resource``; None: it is not registered any more."""
+        if healthy is None:
+            self._kubelet_devices.pop(resource, None)
+        else:
+            self._kubelet_devices[resource] = healthy
 
     # ------------------------------------------------------------------------------------------------- sampling
 
@@ -536,6 +575,14 @@ class Metrics:
         page.family("amdvgpu_cdi_conflicts", [f" {len(view.cdi.conflicts)}"])
         page.family("amdvgpu_cdi_last_write_timestamp_seconds", _time(self._cdi_written_s))
         page.family("amdvgpu_reconcile_last_success_timestamp_seconds", _time(self._reconciled_s))
+        page.family(
+            "amdvgpu_kubelet_devices",
+            [
+                f"{labels_text(('resource', 'state'), (name, state))} {healthy.count(state == 'healthy')}"
+                for name, healthy in sorted(self._kubelet_devices.items())
+                for state in ("healthy", "unhealthy")
+            ],
+        )
         sysfs = '{collector="sysfs"}'
         if self._sampled_s is not None or self._sample.duration_s:
             page.family("amdvgpu_collector_success", [f"{sysfs} {int(self._sample.ok)}"])

@@ -289,6 +289,7 @@ async def _full(make_desk: Any) -> Any:
     await desk.ask("POST", "/v1/reload")
     desk.sysfs.used_bytes = {"0000:11:00.0": 777}
     await desk.metrics.sample(desk.node.view().inventory)
+    desk.metrics.kubelet_devices("amd.com/gpu", [True, False])
     await desk.node.tick()
     return desk
 

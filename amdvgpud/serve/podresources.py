@@ -1,0 +1,125 @@
+"""Which containers have which devices, as the kubelet says: its pod resources API (v1), and its checkpoint beside it.
+
+Reads only. The API knows pods by name and lists those that are active, without init containers that have ended; the
+checkpoint knows pods by uid and forgets one only when the next pod with devices comes. So neither alone says that a
+device is free. What follows from the two is decided by those who hold the devices.
+
+Sources: k8s.io/kubelet ``pkg/apis/podresources/v1``; ``pkg/kubelet/cm/devicemanager/checkpoint`` of Kubernetes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from amdvgpud.core.errors import HostFailure
+
+CALL_S: Final = 5.0
+LONGEST_ANSWER: Final = 16 * 2**20
+"""The kubelet's own limit for this API; gRPC's default of 4 MiB is too little for a thousand pods with many devices."""
+
+
+@dataclass(frozen=True, slots=True)
+class ContainerDevices:
+    """The devices of one resource that one container has."""
+
+    namespace: str
+    pod: str
+    container: str
+    resource: str
+    ids: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.namespace}/{self.pod} ({self.container})"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointEntry:
+    """The same as the kubelet has it on disk."""
+
+    pod_uid: str
+    container: str
+    resource: str
+    ids: tuple[str, ...]
+
+
+class PodResources:
+    """A client of the kubelet's pod resources socket; a connection for each call, since calls are rare."""
+
+    def __init__(self, socket_path: Path) -> None:
+        self._socket_path = socket_path
+
+    async def list(self) -> tuple[ContainerDevices, ...]:
+        """``HostFailure`` where the kubelet does not answer: nobody knows then, and no device is free."""
+        from amdvgpud.serve.pb import podresources_pb2 as pb
+
+        answer = await self._call("List", pb.ListPodResourcesRequest(), pb.ListPodResourcesResponse)
+        return tuple(
+            ContainerDevices(pod.namespace, pod.name, container.name, devices.resource_name, tuple(devices.device_ids))
+            for pod in answer.pod_resources
+            for container in pod.containers
+            for devices in container.devices
+        )
+
+    async def allocatable(self) -> Mapping[str, frozenset[str]]:
+        """Healthy devices by resource, whoever registered them; empty where the kubelet does not say (old, or away)."""
+        from amdvgpud.serve.pb import podresources_pb2 as pb
+
+        try:
+            answer = await self._call(
+                "GetAllocatableResources", pb.AllocatableResourcesRequest(), pb.AllocatableResourcesResponse
+            )
+        except HostFailure:
+            return {}
+        found: dict[str, frozenset[str]] = {}
+        for devices in answer.devices:  # one entry for each NUMA node
+            found[devices.resource_name] = found.get(devices.resource_name, frozenset()) | set(devices.device_ids)
+        return found
+
+    async def _call(self, method: str, request: Any, answer: Any) -> Any:
+        if not await asyncio.to_thread(self._socket_path.exists):
+            raise HostFailure(f"there is no kubelet at {self._socket_path}")
+        import grpc.aio
+
+        options = (("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", LONGEST_ANSWER))
+        async with grpc.aio.insecure_channel(f"unix:{self._socket_path}", options=options) as channel:
+            ask = channel.unary_unary(
+                f"/v1.PodResourcesLister/{method}",
+                request_serializer=type(request).SerializeToString,
+                response_deserializer=answer.FromString,
+            )
+            try:
+                return await ask(request, timeout=CALL_S)
+            except grpc.aio.AioRpcError as error:
+                raise HostFailure(
+                    f"the kubelet's pod resources at {self._socket_path}: {error.code().name}: {error.details()}"
+                ) from error
+
+
+def read_checkpoint(path: Path) -> tuple[CheckpointEntry, ...]:
+    """``kubelet_internal_checkpoint`` of the kubelet's directory of device plugins; empty where there is none.
+
+    ``HostFailure`` where it cannot be understood. Its checksum is the kubelet's own business (it is over a Go value's
+    printed form); the file is replaced by rename, so it is whole.
+    """
+    try:
+        document = json.loads(path.read_bytes())
+        entries = document["Data"]["PodDeviceEntries"] or []
+        return tuple(
+            CheckpointEntry(e["PodUID"], e["ContainerName"], e["ResourceName"], _ids(e["DeviceIDs"])) for e in entries
+        )
+    except FileNotFoundError:
+        return ()
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise HostFailure(f"the kubelet's checkpoint {path} cannot be read: {error!r}") from error
+
+
+def _ids(value: object) -> tuple[str, ...]:
+    """By NUMA node since Kubernetes 1.20, a plain list before."""
+    if isinstance(value, dict):
+        return tuple(entry for of_node in value.values() for entry in of_node or ())
+    return tuple(value) if isinstance(value, list) else ()

@@ -1,0 +1,316 @@
+"""The device plugin against the stand-in kubelet, over real sockets: registration, devices, answers, neighbours."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+import pytest
+
+from amdvgpud.core.errors import Conflict, NoRoom
+from amdvgpud.core.health import Condition, Health
+from amdvgpud.core.model import Partition
+from amdvgpud.node import NodeView
+from amdvgpud.serve.kubelet import DevicePlugin, KubeletSettings
+from amdvgpud.serve.podresources import PodResources
+from amdvgpud.serve.resources import Device, Grant, GrantMount, GrantNode, slots
+from tests.serve.conftest import Desk
+from tests.serve.kubelet import a_kubelet
+
+GPU = "amd.com/gpu"
+
+
+@dataclass
+class TenSlots:
+    """Ten slots a GPU; each is given a device node after its own id."""
+
+    name: str = GPU
+    failures: list[Exception] = field(default_factory=list)
+
+    def devices(self, view: NodeView) -> Sequence[Device]:
+        return slots(view, 0, key)
+
+    async def allocate(self, ids: Sequence[str]) -> Grant:
+        if self.failures:
+            raise self.failures.pop(0)
+        return Grant(
+            ("amdvgpu.io/slice=a",),
+            (("AMDVGPU_SLICE", "a"),),
+            (GrantMount("/run/amdvgpud/slices/a/guest/ledger", "/run/amdvgpu/a/ledger", read_only=False),),
+            (GrantNode("/dev/kfd", "/dev/kfd"),),
+            added_environment=(("IDS", ",".join(ids)),),
+        )
+
+    def prefer(self, view: NodeView, available: Sequence[str], must_include: Sequence[str], size: int) -> Sequence[str]:
+        if self.failures:
+            raise self.failures.pop(0)
+        return sorted(available, reverse=True)[:size]
+
+
+def key(partition: Partition) -> str:
+    return partition.gpu
+
+
+@pytest.fixture
+def plugins_dir(run_dir: Path) -> Path:
+    return run_dir / "kubelet" / "device-plugins"
+
+
+def a_plugin(desk: Desk, dir: Path, *resources: TenSlots, **settings: object) -> DevicePlugin:
+    return DevicePlugin(
+        desk.node,
+        lambda: resources or (TenSlots(),),
+        KubeletSettings(dir, look_s=0.05, **settings),  # type: ignore[arg-type]
+        desk.metrics,
+        PodResources(dir.parent / "pod-resources" / "kubelet.sock"),
+    )
+
+
+@contextlib.asynccontextmanager
+async def running(plugin: DevicePlugin) -> AsyncIterator[asyncio.Task[None]]:
+    task = asyncio.create_task(plugin.run())
+    try:
+        yield task
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+async def test_a_resource_is_registered_and_its_devices_are_shown(desk: Desk, plugins_dir: Path) -> None:
+    async with a_kubelet(plugins_dir) as kubelet, running(a_plugin(desk, plugins_dir)):
+        plugin = await kubelet.registered(GPU, within_s=2)
+    assert (plugin.request.version, plugin.request.resource_name) == ("v1beta1", GPU)
+    assert plugin.request.options.get_preferred_allocation_available
+    assert not plugin.request.options.pre_start_required
+    gpus = [g.id for g in desk.sysfs.inventory.gpus]
+    assert plugin.healthy == [f"{gpu}#{n}" for gpu in gpus for n in range(10)]
+
+
+async def test_all_slots_of_a_gpu_turn_unhealthy_in_one_update_and_return(desk: Desk, plugins_dir: Path) -> None:
+    first, second = (g.id for g in desk.sysfs.inventory.gpus)
+    async with a_kubelet(plugins_dir) as kubelet, running(a_plugin(desk, plugins_dir)):
+        plugin = await kubelet.registered(GPU)
+        await desk.node.set_health({first: Health(Condition.UNHEALTHY, "its node cannot be opened", "node")})
+        await plugin.until(lambda p: len(p.updates) == 2, within_s=1)
+        assert plugin.healthy == [f"{second}#{n}" for n in range(10)]
+        await desk.node.set_health({first: Health()})
+        await plugin.until(lambda p: len(p.updates) == 3, within_s=1)
+        assert len(plugin.healthy) == 20
+
+
+@pytest.mark.parametrize("delivery", ["cdi", "nodes"])
+async def test_a_container_gets_one_route_and_nothing_twice(desk: Desk, plugins_dir: Path, delivery: str) -> None:
+    async with a_kubelet(plugins_dir) as kubelet, running(a_plugin(desk, plugins_dir, delivery=delivery)):
+        answer, other = await (await kubelet.registered(GPU)).allocate(["x#1", "y#2"], ["z#3"])
+    assert dict(answer.annotations) == {}
+    assert other.envs["IDS"] == "z#3"
+    if delivery == "cdi":
+        assert [d.name for d in answer.cdi_devices] == ["amdvgpu.io/slice=a"]
+        assert (dict(answer.envs), list(answer.mounts), list(answer.devices)) == ({"IDS": "x#1,y#2"}, [], [])
+    else:
+        assert list(answer.cdi_devices) == []
+        assert dict(answer.envs) == {"AMDVGPU_SLICE": "a", "IDS": "x#1,y#2"}
+        assert [(m.host_path, m.container_path, m.read_only) for m in answer.mounts] == [
+            ("/run/amdvgpud/slices/a/guest/ledger", "/run/amdvgpu/a/ledger", False)
+        ]
+        assert [(d.host_path, d.container_path, d.permissions) for d in answer.devices] == [
+            ("/dev/kfd", "/dev/kfd", "rw")
+        ]
+
+
+@pytest.mark.parametrize(
+    "grant",
+    [
+        {"mounts": (GrantMount("/a", "/x"),), "added_mounts": (GrantMount("/b", "/x"),)},
+        {"mounts": (GrantMount("/a", "/dev/kfd"),), "nodes": (GrantNode("/dev/kfd", "/dev/kfd"),)},
+        {"environment": (("A", "1"),), "added_environment": (("A", "2"),)},
+        {"cdi_devices": ("k=a", "k=a")},
+    ],
+)
+def test_a_grant_that_brings_something_twice_cannot_be_held(grant: dict[str, tuple[object, ...]]) -> None:
+    with pytest.raises(ValueError, match="twice"):
+        Grant(**grant)  # type: ignore[arg-type]
+
+
+async def test_a_refusal_is_told_in_full_and_is_this_pods_only(desk: Desk, plugins_dir: Path) -> None:
+    resource = TenSlots(
+        failures=[NoRoom("wanted 48 GiB, the roomiest has 31 GiB", "no_vram"), Conflict("held"), KeyError("x")]
+    )
+    async with a_kubelet(plugins_dir) as kubelet, running(a_plugin(desk, plugins_dir, resource)):
+        plugin = await kubelet.registered(GPU)
+        codes = []
+        for _ in range(3):
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await plugin.allocate(["x#1"])
+            codes.append((refused.value.code().name, refused.value.details()))
+        assert (await plugin.allocate(["x#1"]))[0].envs["IDS"] == "x#1"
+    assert codes == [
+        ("RESOURCE_EXHAUSTED", "amdvgpud: wanted 48 GiB, the roomiest has 31 GiB"),
+        ("FAILED_PRECONDITION", "amdvgpud: held"),
+        ("INTERNAL", "amdvgpud: KeyError: 'x'"),
+    ]
+
+
+async def test_where_no_preference_can_be_told_the_kubelet_chooses(desk: Desk, plugins_dir: Path) -> None:
+    resource = TenSlots()
+    async with a_kubelet(plugins_dir) as kubelet, running(a_plugin(desk, plugins_dir, resource)):
+        plugin = await kubelet.registered(GPU)
+        assert await plugin.prefer(["a", "b", "c"], 2) == ["c", "b"]
+        resource.failures.append(ValueError("no idea"))
+        assert await plugin.prefer(["a", "b", "c"], 2, must=["b"]) == ["b", "a"]
+
+
+async def test_it_registers_again_when_the_kubelet_restarts(desk: Desk, plugins_dir: Path) -> None:
+    async with a_kubelet(plugins_dir) as kubelet, running(a_plugin(desk, plugins_dir)):
+        for _ in range(3):
+            await kubelet.registered(GPU)
+            await kubelet.restart()  # empties the directory, our socket with it
+        await kubelet.registered(GPU)
+        assert len(list(plugins_dir.glob("amdvgpud-*.sock"))) == 1
+
+
+async def test_it_registers_again_when_only_its_own_socket_goes(desk: Desk, plugins_dir: Path) -> None:
+    async with a_kubelet(plugins_dir) as kubelet, running(a_plugin(desk, plugins_dir)):
+        first = await kubelet.registered(GPU)
+        (plugins_dir / first.request.endpoint).unlink()
+        await first.ended.wait()
+        del kubelet.plugins[GPU]
+        assert (await kubelet.registered(GPU)).request.endpoint != first.request.endpoint
+
+
+async def test_the_directory_may_come_after_it(desk: Desk, plugins_dir: Path) -> None:
+    async with running(a_plugin(desk, plugins_dir)):
+        await asyncio.sleep(0.2)
+        async with a_kubelet(plugins_dir) as kubelet:
+            await kubelet.registered(GPU)
+
+
+async def test_a_kubelet_that_goes_between_start_and_registration_is_waited_for(desk: Desk, plugins_dir: Path) -> None:
+    plugins_dir.mkdir(parents=True)
+    with socket.socket(socket.AF_UNIX) as dead:  # a socket nobody answers on: a kubelet that was killed left it
+        dead.bind(str(plugins_dir / "kubelet.sock"))
+    async with running(a_plugin(desk, plugins_dir)):
+        await asyncio.sleep(0.3)
+        async with a_kubelet(plugins_dir) as kubelet:
+            await kubelet.registered(GPU)
+
+
+async def test_a_refused_registration_is_tried_again_with_growing_pauses(desk: Desk, plugins_dir: Path) -> None:
+    waited: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        waited.append(seconds)
+        await (asyncio.Event().wait() if seconds == 100 else asyncio.sleep(0))
+
+    plugin = DevicePlugin(
+        desk.node,
+        lambda: (TenSlots(),),
+        KubeletSettings(plugins_dir, look_s=100),
+        desk.metrics,
+        PodResources(plugins_dir.parent / "pod-resources" / "kubelet.sock"),
+        sleep=sleep,
+    )
+    async with a_kubelet(plugins_dir) as kubelet:
+        kubelet.refusals = ["not now"] * 8
+        async with running(plugin):
+            await kubelet.registered(GPU)
+    assert [s for s in waited if s != 100] == [1, 2, 4, 8, 16, 32, 60, 60]
+    text = desk.metrics.render(desk.node.view(), open_metrics=False, details=False).decode()
+    assert 'amdvgpu_kubelet_registrations_total{result="refused"} 8.0' in text
+    assert 'amdvgpu_kubelet_registrations_total{result="ok"} 1.0' in text
+
+
+async def test_a_stale_socket_of_ours_is_removed_and_a_living_one_is_not(desk: Desk, plugins_dir: Path) -> None:
+    plugins_dir.mkdir(parents=True)
+    stale, living = plugins_dir / "amdvgpud-amd.com_gpu-1.sock", plugins_dir / "amdvgpud-amd.com_gpu-2.sock"
+    with socket.socket(socket.AF_UNIX) as dead, socket.socket(socket.AF_UNIX) as listening:
+        dead.bind(str(stale))
+        dead.close()
+        listening.bind(str(living))
+        listening.listen()
+        async with running(a_plugin(desk, plugins_dir)):
+            async with asyncio.timeout(5):
+                while stale.exists():
+                    await asyncio.sleep(0.01)
+        assert living.exists()
+
+
+async def test_a_newer_instance_takes_over_and_the_old_one_leaves_its_socket_alone(
+    desk: Desk, plugins_dir: Path
+) -> None:
+    async with a_kubelet(plugins_dir) as kubelet:
+        async with running(a_plugin(desk, plugins_dir)):
+            old = await kubelet.registered(GPU)
+            del kubelet.plugins[GPU]
+            newer = running(a_plugin(desk, plugins_dir))
+            await newer.__aenter__()
+            new = await kubelet.registered(GPU)
+        assert not (plugins_dir / old.request.endpoint).exists()
+        assert (plugins_dir / new.request.endpoint).exists()
+        assert (await new.allocate(["x#1"]))[0].envs["IDS"] == "x#1"
+        await newer.__aexit__(None, None, None)
+
+
+async def test_streams_end_and_the_socket_goes_when_it_is_stopped(desk: Desk, plugins_dir: Path) -> None:
+    async with a_kubelet(plugins_dir) as kubelet:
+        async with running(a_plugin(desk, plugins_dir)):
+            plugin = await kubelet.registered(GPU)
+        async with asyncio.timeout(5):
+            await plugin.ended.wait()
+    assert not (plugins_dir / plugin.request.endpoint).exists()
+
+
+async def test_a_resource_that_fails_does_not_keep_the_others_out(desk: Desk, plugins_dir: Path) -> None:
+    class Broken(TenSlots):
+        def devices(self, view: NodeView) -> Sequence[Device]:
+            raise RuntimeError("a defect")
+
+    async with (
+        a_kubelet(plugins_dir) as kubelet,
+        running(a_plugin(desk, plugins_dir, Broken("amd.com/bad"), TenSlots())),
+    ):
+        assert len((await kubelet.registered(GPU)).healthy) == 20
+
+
+async def test_a_name_that_another_living_plugin_serves_is_not_taken(desk: Desk, plugins_dir: Path) -> None:
+    """The other one's socket is called as the common Go library calls it."""
+    async with a_kubelet(plugins_dir) as kubelet:
+        other = grpc.aio.server()
+        other.add_generic_rpc_handlers(
+            (
+                grpc.method_handlers_generic_handler(
+                    "v1beta1.DevicePlugin",
+                    {"GetDevicePluginOptions": grpc.unary_unary_rpc_method_handler(_nothing)},
+                ),
+            )
+        )
+        other.add_insecure_port(f"unix:{plugins_dir / 'amd.com_gpu'}")
+        await other.start()
+        async with running(a_plugin(desk, plugins_dir, TenSlots(), TenSlots("amd.com/other"))):
+            await kubelet.registered("amd.com/other")
+            await asyncio.sleep(0.3)
+            assert kubelet.registrations == ["amd.com/other"]
+            await other.stop(0)
+            await kubelet.registered(GPU)
+
+
+async def test_a_name_of_which_the_kubelet_has_foreign_devices_is_taken_only_by_order(
+    desk: Desk, plugins_dir: Path
+) -> None:
+    async with a_kubelet(plugins_dir) as kubelet:
+        kubelet.foreign[GPU] = ["0000:11:00.0"]
+        async with running(a_plugin(desk, plugins_dir)):
+            await asyncio.sleep(0.3)
+            assert kubelet.registrations == []
+        async with running(a_plugin(desk, plugins_dir, take_over=True)):
+            await kubelet.registered(GPU)
+
+
+async def _nothing(request: bytes, context: object) -> bytes:
+    return b""
