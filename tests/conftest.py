@@ -25,6 +25,8 @@ def _missing(item: pytest.Item) -> str | None:
         return "tier 'podman' needs podman: apt-get install podman crun runc"
     if item.get_closest_marker("rocm") and shutil.which("rocminfo") is None:
         return "tier 'rocm' needs the ROCm user space: apt-get install rocminfo libamdhip64-dev"
+    if item.get_closest_marker("browser") and not (shutil.which("chromium") and shutil.which("chromedriver")):
+        return "tier 'browser' needs a browser: apt-get install chromium chromium-driver"
     return None
 
 

@@ -29,7 +29,7 @@ from amdvgpud.core.render import partition_device, reserved_partitions
 from amdvgpud.core.sizes import parse_size
 from amdvgpud.node import Node, NodeView
 from amdvgpud.ports import CdiSpecs
-from amdvgpud.serve import conditions, problem, routes, views
+from amdvgpud.serve import conditions, page, problem, routes, views
 from amdvgpud.serve.metrics import CLASSIC, OPENMETRICS, Metrics
 from amdvgpud.serve.routes import Call, Reply, Route
 from amdvgpud.serve.streams import Watchers
@@ -102,7 +102,9 @@ class Endpoints:
 
     # ------------------------------------------------------------------------------------------------ the daemon
 
-    async def get_root(self, call: Call, query: routes.NoQuery) -> Reply:
+    async def get_root(self, call: Call, query: routes.NoQuery) -> Reply | web.StreamResponse:
+        if page.wants_page(call.request.headers.get("Accept", "")):
+            return web.Response(status=303, headers={"Location": page.PATH, "Vary": "Accept"})
         plain = {r.name.removeprefix("list_").removeprefix("get_"): r.path for r in ROUTES if "{" not in r.path}
         return Reply(
             wire.Links(

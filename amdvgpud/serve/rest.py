@@ -33,7 +33,7 @@ from aiohttp import HttpVersion11, web
 from amdvgpud.core.errors import HostFailure, Invalid
 from amdvgpud.node import Node
 from amdvgpud.ports import CdiSpecs
-from amdvgpud.serve import access, conditions, problem, routes
+from amdvgpud.serve import access, conditions, page, problem, routes
 from amdvgpud.serve.access import Caller
 from amdvgpud.serve.endpoints import ROUTES, About, Endpoints, Process
 from amdvgpud.serve.metrics import Metrics
@@ -154,6 +154,7 @@ class Api:
         app = web.Application(client_max_size=self._settings.max_body_bytes, middlewares=[self._outermost])
         for route in ROUTES:
             app.router.add_route(route.method, route.path, self._handler_of(route), expect_handler=_expect)
+        app.router.add_get(page.PATH + "{name:[^/]*}", page.answer, expect_handler=_expect)
         return app
 
     async def serve_unix(self, path: Path | None = None, group: str | None = None, mode: int | None = None) -> None:
