@@ -21,18 +21,21 @@ import click
 
 from amdvgpud import __version__
 from amdvgpud.core.errors import AmdvgpuError, HostFailure, Invalid, NotFound
+from amdvgpud.core.health import Policy, wedged
 from amdvgpud.core.model import Inventory
 from amdvgpud.core.modes import parse_targets
 from amdvgpud.host import amdsmi
 from amdvgpud.host.cdi import CdiFile, SimulatedDevices
 from amdvgpud.host.cdi_partitions import WithPartitions
+from amdvgpud.host.health import StandingsFile, SysfsHealth
 from amdvgpud.host.ledger import LedgerFiles
 from amdvgpud.host.partition import PartitionFiles
 from amdvgpud.host.procs import process_alive, start_ticks
+from amdvgpud.host.smi import KfdChildren
 from amdvgpud.host.store import BookStore
 from amdvgpud.host.sysfs import SysfsReader
 from amdvgpud.host.systemd import Supervisor, claim_machine
-from amdvgpud.host.udev import UeventWatch
+from amdvgpud.host.udev import UeventWatch, Wedged
 from amdvgpud.node import Node
 from amdvgpud.serve.endpoints import Process
 from amdvgpud.serve.metrics import CountedCdi, Metrics
@@ -41,13 +44,14 @@ from amdvgpud.settings import SETTINGS, Settings, read_settings, shown
 from amdvgpud.sim.driver import SimulatedDriver
 from amdvgpud.sim.models import parse_simulation, table_rows
 from amdvgpud.sim.tree import build_tree
+from amdvgpud.watch import HealthWatch
 
 log = logging.getLogger(__name__)
 
 INSTALLED_LIBRARY: Final = Path("/usr/lib/amdvgpu/libamdvgpu.so")
 """Where the packages put the gate; replaced there by rename on an upgrade, so running programs keep theirs."""
 
-RELOADED: Final = frozenset({"tick_s", "rescan_s", "log_level"})
+RELOADED: Final = frozenset({"tick_s", "rescan_s", "log_level", "health.pulse_s"})
 """Settings that a reload puts in force; the others are said to wait for a restart."""
 
 
@@ -84,17 +88,23 @@ class Parts:
     preload: tuple[Path, ...]
     """What a process in a slice preloads, in order: the gate, and on a simulated machine what it stands before."""
     simulated_root: Path | None
+    watch: HealthWatch
+    kfd: KfdChildren
 
 
 def assemble(settings: Settings) -> Parts:
     """The real adapters around a Node; for a simulated machine, its tree is built here first."""
     root, simulated = settings.sysfs_root, None
-    partitions = PartitionFiles(root)
+    partitions = PartitionFiles(root, own_pids=lambda: kfd.own_pids())
+    eyes = SysfsHealth(root)
     if settings.simulate:
         root = settings.run_dir / "simulated"
         simulation = parse_simulation(settings.simulate)
         driver = SimulatedDriver(simulation, root)
-        partitions = PartitionFiles(root, write=driver.write, refresh=driver.refresh_processes)
+        partitions = PartitionFiles(
+            root, write=driver.write, refresh=driver.refresh_processes, own_pids=lambda: kfd.own_pids()
+        )
+        eyes = SysfsHealth(root, read=driver.read, open_node=driver.open_node)
         if build_tree(simulation, root):
             log.info("Simulated machine %s written to %s.", settings.simulate, root)
         simulated = SimulatedDevices(root, _packaged("libsoftkfd.so"))
@@ -127,6 +137,12 @@ def assemble(settings: Settings) -> Parts:
         kind=settings.cdi_kind,
     )
     counted = CountedCdi(whole, metrics)
+    kfd = KfdChildren(
+        lambda: node.view().inventory,
+        lambda notices: watch.hear(notices),
+        listening=settings.health_smi_events if simulated is not None or root == Path("/") else "off",
+        environment={"SOFTKFD_ROOT": str(root), "LD_PRELOAD": str(simulated.softkfd)} if simulated else None,
+    )
     node = Node(
         sysfs,
         BookStore(settings.state_dir),
@@ -136,9 +152,27 @@ def assemble(settings: Settings) -> Parts:
         process_alive=process_alive,
         max_slices_per_partition=settings.max_slices_per_partition,
         modes=partitions,
+        kfd_holder=kfd,
+    )
+    watch = HealthWatch(
+        node,
+        built_in=[eyes],
+        optional=[kfd] if simulated is not None or root == Path("/") else [],  # the child knows no other root
+        memory=StandingsFile(settings.run_dir / "health.json"),
+        policy=_health_policy(settings),
+        now_s=time.time,
     )
     preload = (gate,) if simulated is None else (gate, simulated.softkfd)
-    return Parts(node, counted, metrics, preload, None if simulated is None else root)
+    return Parts(node, counted, metrics, preload, None if simulated is None else root, watch, kfd)
+
+
+def _health_policy(settings: Settings) -> Policy:
+    return Policy(
+        good_looks=settings.health_good_looks,
+        unknown_grace_s=settings.health_unknown_grace_s,
+        record_age_s=settings.health_record_age_s,
+        correctable_per_hour=settings.health_correctable_per_hour,
+    )
 
 
 def _api_settings(settings: Settings) -> ApiSettings:
@@ -219,6 +253,7 @@ class Daemon:
             allowed_s = SWITCH_ALLOWANCE_S * (1 + len(node.view().inventory.gpus))
             self._supervisor.notify(f"EXTEND_TIMEOUT_USEC={allowed_s * 1_000_000}", "STATUS=Partitioning GPUs")
             await node.apply_targets(targets)
+        await self._pulse()  # and nobody is given anything of a GPU that is not well
         api = self._api()
         # What the start has made lives as long as the daemon. The collector would walk it again and again in the midst
         # of requests, tens of milliseconds at a time.
@@ -230,7 +265,9 @@ class Daemon:
                 eternal = [
                     tasks.create_task(self._tick(), name="tick"),
                     tasks.create_task(self._rescan(), name="rescan"),
-                    tasks.create_task(self._watch(), name="uevents"),
+                    tasks.create_task(self._watch(tasks), name="uevents"),
+                    tasks.create_task(self._pulses(), name="pulse"),
+                    tasks.create_task(self._parts.kfd.run(), name="kfd events"),
                 ]
                 await self._stop.wait()
                 self._supervisor.notify("STOPPING=1")
@@ -314,10 +351,16 @@ class Daemon:
             await asyncio.sleep(self._settings.rescan_s)
             await self._look_again()
 
-    async def _watch(self) -> None:
+    async def _watch(self, tasks: asyncio.TaskGroup) -> None:
         """Events are a convenience: where they cannot be heard, the periodic scan still finds what changes."""
+
+        def wedged_gpu(event: Wedged) -> None:
+            for gpu in self._parts.node.view().inventory.gpus:
+                if gpu.pci_address == event.pci_address:
+                    tasks.create_task(self._parts.watch.hear([wedged(gpu.id, event.methods, event.culprit)]))
+
         try:
-            await UeventWatch(self._look_again).run()
+            await UeventWatch(self._look_again, wedged_gpu).run()
         except HostFailure as error:
             log.warning("%s; changes are found by the scan every %g s.", error, self._settings.rescan_s)
             await asyncio.Event().wait()
@@ -329,6 +372,23 @@ class Daemon:
                 await self._parts.node.rescan()
         except (AmdvgpuError, OSError) as error:
             log.warning("A scan of the machine failed, the next one is due in %g s: %s", self._settings.rescan_s, error)
+        self._parts.kfd.refresh()
+        await self._pulse()
+
+    async def _pulses(self) -> None:
+        while True:
+            await asyncio.sleep(self._settings.health_pulse_s or self._settings.rescan_s)
+            await self._pulse()
+
+    async def _pulse(self) -> None:
+        if not self._settings.health_pulse_s:
+            return
+        try:
+            await self._parts.watch.pulse()
+        except (AmdvgpuError, OSError) as error:
+            log.warning(
+                "A look at the GPUs failed, the next one is due in %g s: %s", self._settings.health_pulse_s, error
+            )
 
 
 async def _serve(settings: Settings, read_again: Callable[[], Settings]) -> None:

@@ -11,8 +11,8 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, TypeVar
 
@@ -20,12 +20,13 @@ from amdvgpud.core import identify, modes
 from amdvgpud.core import plan as planner
 from amdvgpud.core.cumask import layout_hash
 from amdvgpud.core.errors import AmdvgpuError, Conflict, HostFailure, Invalid, NotFound, Stale
-from amdvgpud.core.health import Health
+from amdvgpud.core.health import Health, effective
 from amdvgpud.core.model import (
     Book,
     ComputePolicy,
     Gpu,
     GpuId,
+    HealthOverride,
     Holder,
     Inventory,
     Lease,
@@ -37,7 +38,18 @@ from amdvgpud.core.model import (
 )
 from amdvgpud.core.modes import Target
 from amdvgpud.core.plan import Plan
-from amdvgpud.ports import CdiSpecs, CdiStatus, Journal, Modes, NoModes, SliceFiles, Sysfs, named
+from amdvgpud.ports import (
+    CdiSpecs,
+    CdiStatus,
+    Journal,
+    KfdHolder,
+    Modes,
+    NoKfdHolder,
+    NoModes,
+    SliceFiles,
+    Sysfs,
+    named,
+)
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +107,11 @@ class NodeView:
     warnings: tuple[str, ...] = ()
     """What an operator should look at: of the scan, of promises that cannot be kept, of the machine, of the files."""
     health: Mapping[GpuId, Health] = field(default_factory=dict)
-    """Of each GPU that is there and was looked at."""
+    """What holds of each GPU that is there and was looked at, or that a person has given his word on."""
+    health_found: Mapping[GpuId, Health] = field(default_factory=dict)
+    """The same without people's words."""
+    health_changes: Mapping[tuple[GpuId, str], int] = field(default_factory=dict)
+    """Changes of condition since the start, by GPU and by the source that they are due to."""
 
 
 def lost_reason(item: Slice, inventory: Inventory) -> str | None:
@@ -126,12 +142,14 @@ class Node:
         process_alive: Callable[[Holder], bool],
         max_slices_per_partition: int = 64,
         modes: Modes | None = None,
+        kfd_holder: KfdHolder | None = None,
         pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         """``now_s`` is Unix time; ``process_alive`` answers for a holder's process (a holder without one lives);
         ``pause`` waits so many seconds."""
         self._sysfs = sysfs
         self._modes = modes or NoModes()
+        self._kfd_holder = kfd_holder or NoKfdHolder()
         self._pause = pause
         self._journal = journal
         self._files = files
@@ -149,7 +167,10 @@ class Node:
         """Promises that the machine, as it is now, cannot keep."""
         self._scan_failure: str | None = None
         self._usage: dict[SliceName, Usage] = {}
+        self._found: dict[GpuId, Health] = {}
+        """What was found of each GPU; ``_health`` is what holds, with what people have said."""
         self._health: dict[GpuId, Health] = {}
+        self._health_changes: Counter[tuple[GpuId, str]] = Counter()
         self._ready = False
         self._events: deque[Event] = deque(maxlen=EVENT_RING)
         self._last_event_id = 0
@@ -175,9 +196,20 @@ class Node:
                 *self._broken,
                 *self._inventory.warnings,
                 *self._files.warnings,
+                *self._unfit_warnings(),
             ),
             health={gpu.id: self._health[gpu.id] for gpu in self._inventory.gpus if gpu.id in self._health},
+            health_found={gpu.id: self._found[gpu.id] for gpu in self._inventory.gpus if gpu.id in self._found},
+            health_changes=dict(self._health_changes),
         )
+
+    def _unfit_warnings(self) -> Iterator[str]:
+        """GPUs that take no new slice, and who is on them: these keep what they have, CDI device included."""
+        for gpu in self._inventory.gpus:
+            if (health := self._health.get(gpu.id)) is not None and not health.placeable:
+                names = ", ".join(item.name for item in self._slices_on(gpu.id))
+                keeps = f"; what it has stays as it is: {names}" if names else ""
+                yield f"{gpu.id} is {health.condition} and takes no new slice: {health.reason}{keeps}"
 
     async def refresh_usage(self, names: Sequence[SliceName] | None = None) -> NodeView:
         """Read the ledgers anew (all, or those named), then the picture."""
@@ -277,11 +309,16 @@ class Node:
 
     async def set_health(self, verdicts: Mapping[GpuId, Health]) -> None:
         """The standing verdicts, whole. A GPU that is not placeable takes no new slice; each change is an event."""
-        for gpu, verdict in verdicts.items():
-            was = self._health.get(gpu, Health())
-            if verdict.condition is not was.condition:
-                self._tell(f"gpu.{verdict.condition}", gpu, verdict.reason or f"it was {was.condition}")
-        self._health = dict(verdicts)
+        self._found = dict(verdicts)
+        self._weigh_health()
+
+    async def set_health_override(self, gpu: GpuId, healthy: bool | None) -> None:
+        """A person's word, which holds whatever is found; None takes it back."""
+        await self._change(self._set_health_override(gpu, healthy))
+
+    def tell(self, kind: str, subject: str, detail: str) -> None:
+        """Tell the watchers what somebody has noticed who is none of the Node's. ``kind``: of a closed set."""
+        self._tell(kind, subject, detail)
 
     async def set_oversubscription(self, gpu: GpuId, ratio: float) -> None:
         """VRAM quotas on each partition of ``gpu`` may sum up to ``ratio`` times what it has; 1.0 switches it off."""
@@ -301,7 +338,7 @@ class Node:
         slices follows from Book and machine in every scan: a daemon that dies before the write finds the old mode when
         it starts, one that dies after it the new one and its slices lost. An intent on disk could only be wrong.
         """
-        return await self._change(self._partition_gpu(gpu, target, force, dry_run, if_revision))
+        return await self._change(self._partition_alone(gpu, target, force, dry_run, if_revision))
 
     async def apply_targets(self, targets: Sequence[tuple[str, Target]]) -> None:
         """Cut each GPU that is idle as the configuration wants it. One that is not is said, and left as it is."""
@@ -402,6 +439,7 @@ class Node:
             item = self._slice(slice)
             if slice in self._lost:
                 raise Conflict(f"slice {slice} is lost: {self._lost[slice]}")
+            self._refuse_if_unfit(item)
             if (held := self._book.lease_of(slice)) is not None:
                 raise Conflict(f"slice {slice} is held by lease {held.id} ({held.holder.text or 'no name given'})")
             book = self._book
@@ -419,6 +457,15 @@ class Node:
         await self._become(book.with_lease(lease))
         self._tell("lease.granted", lease.id, f"slice {item.name} is held by {holder.text or 'somebody'}")
         return lease
+
+    def _refuse_if_unfit(self, item: Slice) -> None:
+        """``Conflict``: a new holder would be a new user of a GPU that takes none."""
+        for share in item.shares:
+            gpu = GpuId(share.partition.rpartition("/")[0])
+            if (health := self._health.get(gpu)) is not None and not health.placeable:
+                raise Conflict(
+                    f"slice {item.name} is on {gpu}, which is {health.condition} and takes no new user: {health.reason}"
+                )
 
     async def _renew_lease(self, lease_id: LeaseId, ttl_s: float | None) -> Lease:
         expires_s = None if ttl_s is None else self._now_s() + ttl_s
@@ -458,6 +505,31 @@ class Node:
         await self._become(self._book.with_cordoned(self._book.cordoned ^ {gpu}))
         self._tell("gpu.cordoned" if cordoned else "gpu.uncordoned", gpu, "set by an operator")
 
+    async def _set_health_override(self, gpu: GpuId, healthy: bool | None) -> None:
+        self._gpu(gpu)
+        was = self._book.health_overrides.get(gpu)
+        if (None if was is None else was.healthy) == healthy:
+            return
+        word = None if healthy is None else HealthOverride(healthy, self._now_s())
+        await self._become(self._book.with_health_override(gpu, word))
+        said = "taken back" if healthy is None else f"it is {'healthy' if healthy else 'unhealthy'}, whatever is found"
+        self._tell("gpu.health-override", gpu, f"set by an operator: {said}")
+        self._weigh_health()
+
+    def _weigh_health(self) -> None:
+        """Make ``_health`` what holds now, and tell what has changed. The first look at a healthy GPU is no change."""
+        words, before = self._book.health_overrides, self._health
+        self._health = {
+            gpu: health
+            for gpu in self._found.keys() | words.keys()
+            if (health := effective(self._found.get(gpu), words.get(gpu))) is not None
+        }
+        for gpu, health in self._health.items():
+            was = before.get(gpu, Health())
+            if health.condition is not was.condition:
+                self._health_changes[gpu, health.source or was.source] += 1
+                self._tell(f"gpu.{health.condition}", gpu, health.reason or f"it was {was.condition}")
+
     def check_oversubscription(self, gpu: GpuId, ratio: float) -> None:
         """Raises what :meth:`set_oversubscription` would; nothing changes."""
         if ratio < 1:
@@ -484,6 +556,16 @@ class Node:
             return
         await self._become(self._book.with_oversubscription(ratios))
         self._tell("gpu.oversubscription", gpu, f"VRAM may now be promised {ratio:g} times")
+
+    async def _partition_alone(
+        self, gpu: GpuId, target: Target, force: bool, dry_run: bool, if_revision: int | None
+    ) -> Repartition:
+        """With nobody of ours in the KFD: a driver refuses while any process has the GPU open, and ours is one."""
+        await self._kfd_holder.let_go()
+        try:
+            return await self._partition_gpu(gpu, target, force, dry_run, if_revision)
+        finally:
+            self._kfd_holder.take_up()
 
     async def _partition_gpu(
         self, gpu: GpuId, target: Target, force: bool, dry_run: bool, if_revision: int | None

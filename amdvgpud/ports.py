@@ -6,12 +6,13 @@ tests/contract checks. Nobody but :mod:`amdvgpud.node` calls those that change s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from amdvgpud.core.errors import HostFailure
-from amdvgpud.core.model import Book, Gpu, Inventory, Slice, SliceName, Usage
+from amdvgpud.core.health import Count, Finding, Standings
+from amdvgpud.core.model import Book, Gpu, GpuId, Inventory, Slice, SliceName, Usage
 
 
 class Sysfs(Protocol):
@@ -67,6 +68,61 @@ class NoModes:
 
     def request_memory(self, gpu: Gpu, mode: str) -> None:
         self.set_compute(gpu, mode)
+
+
+class KfdHolder(Protocol):
+    """Whoever of ours has /dev/kfd open: each such process keeps the driver from cutting a GPU anew."""
+
+    async def let_go(self) -> None:
+        """Returns when nobody of ours has it open, nor will have until as many :meth:`take_up` came."""
+        ...
+
+    def take_up(self) -> None: ...
+
+
+class NoKfdHolder:
+    """Where nobody has: a :class:`KfdHolder` with nothing to do."""
+
+    async def let_go(self) -> None:
+        return
+
+    def take_up(self) -> None:
+        return
+
+
+@dataclass(frozen=True, slots=True)
+class Examination:
+    """What one look at all GPUs has found out."""
+
+    findings: tuple[Finding, ...] = ()
+    counts: Mapping[GpuId, Mapping[Count, int]] = field(default_factory=dict)
+    stale: bool = False
+    """The machine is not what the inventory says: a scan is due."""
+
+
+class HealthCheck(Protocol):
+    """One way to find out how the GPUs are."""
+
+    @property
+    def name(self) -> str:
+        """One word of a closed set: a metric's label."""
+        ...
+
+    async def examine(self, inventory: Inventory) -> Examination | None:
+        """None: this machine has no such source, and that says nothing. ``HostFailure``: it does not answer."""
+        ...
+
+
+class HealthMemory(Protocol):
+    """What the judge remembers, over restarts of the daemon but not of the machine: its counters begin anew then."""
+
+    def load(self) -> Standings:
+        """Empty where there is nothing, or nothing that can be understood."""
+        ...
+
+    def save(self, standings: Standings) -> None:
+        """``HostFailure`` where it cannot be kept."""
+        ...
 
 
 class Journal(Protocol):

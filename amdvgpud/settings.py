@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from amdvgpud.core.errors import Invalid
 from amdvgpud.core.modes import parse_targets
@@ -56,6 +56,12 @@ def _seconds(value: object, key: str) -> float:
     if not 0 < seconds < float("inf"):
         raise Invalid.field(key, f"{value!r} is no number of seconds above 0")
     return seconds
+
+
+def _seconds_or_none(value: object, key: str) -> float:
+    if not isinstance(value, bool) and value in (0, "0"):
+        return 0.0
+    return _seconds(value, key)
 
 
 def _count(value: object, key: str) -> int:
@@ -113,6 +119,16 @@ def _targets(value: object, key: str) -> tuple[str, ...]:
     return tuple(texts)
 
 
+def _listening(value: object, key: str) -> Literal["auto", "on", "off"]:
+    if value in (True, "true", "yes", "on", "1"):
+        return "on"
+    if value in (False, "false", "no", "off", "0"):
+        return "off"
+    if value == "auto":
+        return "auto"
+    raise Invalid.field(key, f"{value!r} is none of auto, on and off")
+
+
 def _log_level(value: object, key: str) -> str:
     if value not in ("debug", "info", "warning", "error"):
         raise Invalid.field(key, f"{value!r} is no log level: debug, info, warning or error")
@@ -150,6 +166,8 @@ FORMS: Final[Mapping[str, str]] = {
     "TEXT": "any text",
     "BOOL": "true or false",
     "SECONDS": "a number above 0; fractions are fine",
+    "PERIOD": "a number of seconds above 0; 0: never",
+    "SWITCH": "auto, on or off",
     "COUNT": "a whole number of at least 1",
     "SIZE": "bytes, or a text such as '256MiB' (K M G T, KiB MiB GiB TiB)",
     "MODE": "a file mode as a text of octal digits, as in '0660'",
@@ -163,6 +181,8 @@ _FORM_OF: Final[Mapping[Parse, str]] = {
     _text: "TEXT",
     _flag: "BOOL",
     _seconds: "SECONDS",
+    _seconds_or_none: "PERIOD",
+    _listening: "SWITCH",
     _count: "COUNT",
     _size: "SIZE",
     _mode: "MODE",
@@ -218,6 +238,34 @@ class Settings:
         _targets,
         "Modes that idle GPUs are put into when the daemon starts, as in ['all=CPX', '0000:83:00.0=QPX']; later ones "
         "win. A GPU with slices, leases or KFD processes stays as it is.",
+    )
+    health_pulse_s: float = _setting(
+        "health.pulse_s", 10, _seconds_or_none, "Seconds between two looks at how the GPUs are; 0: none is taken."
+    )
+    health_good_looks: int = _setting(
+        "health.good_looks", 3, _count, "Good looks in a row after which a GPU that was not well counts as well again."
+    )
+    health_unknown_grace_s: float = _setting(
+        "health.unknown_grace_s",
+        60,
+        _seconds,
+        "Seconds that a GPU may answer as in a reset before it counts as unhealthy.",
+    )
+    health_record_age_s: float = _setting(
+        "health.record_age_s", 86400, _seconds, "Seconds for which an error that was counted counts."
+    )
+    health_correctable_per_hour: int = _setting(
+        "health.correctable_per_hour",
+        100,
+        _count,
+        "Correctable errors within an hour, of memory or of PCIe, above which a GPU counts as degraded.",
+    )
+    health_smi_events: Literal["auto", "on", "off"] = _setting(
+        "health.smi_events",
+        "auto",
+        _listening,
+        "Listen to the KFD's events, in a child process that keeps /dev/kfd open; while it does, no other tool can "
+        "cut a GPU into partitions. auto: where no GPU can be cut.",
     )
     rest_socket_group: str = _setting(
         "rest.socket_group", "amdvgpu", _text, "Group that may change things over the socket; root always may."

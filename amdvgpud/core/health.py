@@ -16,7 +16,7 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Final
 
-from amdvgpud.core.model import GpuId
+from amdvgpud.core.model import GpuId, HealthOverride
 
 
 class Condition(StrEnum):
@@ -275,11 +275,67 @@ _RATED: Final = (
 # ------------------------------------------------------------------------------------------------------ overrides
 
 
-def effective(found: Health | None, override: Condition | None, since_s: float) -> Health | None:
-    """What holds: a person's word (given at ``since_s``), else what was found; None where nobody has looked."""
-    if override is None:
+def effective(found: Health | None, word: HealthOverride | None) -> Health | None:
+    """What holds: a person's word, else what was found; None where nobody has looked."""
+    if word is None:
         return found
     otherwise = "nobody has looked" if found is None else f"found was {found.condition}"
     if found is not None and found.reason:
         otherwise += f": {found.reason}"
-    return Health(override, f"set by a person; {otherwise}", Source.OVERRIDE, since_s)
+    condition = Condition.HEALTHY if word.healthy else Condition.UNHEALTHY
+    return Health(condition, f"set by a person; {otherwise}", Source.OVERRIDE, word.since_s)
+
+
+# ------------------------------------------------------------------------------------------------------- notices
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """What a driver has said of a GPU by itself, between two looks."""
+
+    gpu: GpuId
+    kind: str
+    """Of the event that tells it: ``gpu.<kind>``."""
+    text: str
+    finding: Finding | None = None
+    recovered: bool = False
+
+
+def wedged(gpu: GpuId, methods: str, culprit: str = "") -> Notice:
+    """A uevent with ``WEDGED=<methods>`` (Documentation/gpu/drm-uapi.rst): ``none`` is a GPU that has recovered by
+    itself; anything else, known today or not, is one that the driver has given up until somebody does that."""
+    by = f" ({culprit} was at work)" if culprit else ""
+    if methods.strip() in ("none", ""):
+        return Notice(gpu, "recovered", f"the driver has reset it; what ran on it may be lost{by}", recovered=True)
+    text = f"the driver has given it up, and asks for: {methods.replace(',', ', ')}{by}"
+    return Notice(gpu, "wedged", text, Finding(gpu, Source.UEVENT, Condition.UNHEALTHY, text, lasting=True))
+
+
+SMI_VM_FAULT: Final = 1
+SMI_THERMAL_THROTTLE: Final = 2
+SMI_PRE_RESET: Final = 3
+SMI_POST_RESET: Final = 4
+
+
+def smi_notice(gpu: GpuId, line: str) -> Notice | None:
+    """One line of the KFD's events (kfd_smi_events.c): the number in hex, then text; None for what is not one of ours.
+
+    A fault in a process's memory is that process's, and says nothing of the GPU.
+    """
+    number, _, text = line.strip().partition(" ")
+    try:
+        event = int(number, 16)
+    except ValueError:
+        return None
+    if event == SMI_VM_FAULT:
+        return Notice(gpu, "vm-fault", f"a process has touched memory that it has not (pid and name: {text})")
+    if event == SMI_THERMAL_THROTTLE:
+        why = f"it slows down for its temperature or power (bits and count: {text})"
+        return Notice(gpu, "throttled", why, Finding(gpu, Source.SMI, Condition.DEGRADED, why))
+    if event == SMI_PRE_RESET:
+        cause = text.partition(" ")[2]
+        why = "it is being reset" + (f" ({cause})" if cause else "")
+        return Notice(gpu, "reset", why, Finding(gpu, Source.SMI, Condition.UNKNOWN, why, lasting=True))
+    if event == SMI_POST_RESET:
+        return Notice(gpu, "recovered", "its reset is over; what ran on it is lost", recovered=True)
+    return None

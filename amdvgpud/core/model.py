@@ -382,6 +382,14 @@ class Lease:
 
 
 @dataclass(frozen=True, slots=True)
+class HealthOverride:
+    """A person's word on a GPU, which holds whatever is found of it."""
+
+    healthy: bool
+    since_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Book:
     """All that the node has promised. ``free + sum of quotas == partition.vram_bytes`` unless oversubscribed.
 
@@ -394,6 +402,7 @@ class Book:
     cordoned: frozenset[GpuId] = frozenset()
     oversubscription: Mapping[GpuId, float] = field(default_factory=lambda: MappingProxyType({}))
     """VRAM promised may reach this many times what the GPU has; a GPU not listed: 1.0, which is off."""
+    health_overrides: Mapping[GpuId, HealthOverride] = field(default_factory=lambda: MappingProxyType({}))
 
     def with_slice(self, item: Slice) -> Book:
         return self._next(slices={**self.slices, item.name: item})
@@ -416,6 +425,10 @@ class Book:
     def with_oversubscription(self, ratios: Mapping[GpuId, float]) -> Book:
         return self._next(oversubscription=ratios)
 
+    def with_health_override(self, gpu: GpuId, word: HealthOverride | None) -> Book:
+        kept = {k: v for k, v in self.health_overrides.items() if k != gpu}
+        return self._next(health_overrides=kept if word is None else {**kept, gpu: word})
+
     def lease_of(self, name: SliceName) -> Lease | None:
         return next((lease for lease in self.leases.values() if lease.slice == name), None)
 
@@ -425,6 +438,7 @@ class Book:
         leases: Mapping[LeaseId, Lease] | None = None,
         cordoned: frozenset[GpuId] | None = None,
         oversubscription: Mapping[GpuId, float] | None = None,
+        health_overrides: Mapping[GpuId, HealthOverride] | None = None,
     ) -> Book:
         return Book(
             self.revision + 1,
@@ -432,6 +446,7 @@ class Book:
             MappingProxyType(dict(self.leases if leases is None else leases)),
             self.cordoned if cordoned is None else cordoned,
             MappingProxyType(dict(self.oversubscription if oversubscription is None else oversubscription)),
+            MappingProxyType(dict(self.health_overrides if health_overrides is None else health_overrides)),
         )
 
 

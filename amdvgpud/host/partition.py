@@ -37,7 +37,8 @@ class PartitionFiles:
     """The implementation of :class:`amdvgpud.ports.Modes` on a directory that holds ``sys/``.
 
     ``write`` is the pen: a simulated machine's is its simulated driver. ``refresh`` is called before ``kfd/proc`` is
-    read: the kernel always has it right, a simulation when it is told to.
+    read: the kernel always has it right, a simulation when it is told to. ``own_pids`` are of our own children, who go
+    away before a switch and are nobody's users.
     """
 
     def __init__(
@@ -46,11 +47,13 @@ class PartitionFiles:
         *,
         write: Callable[[Path, str], None] = write_attribute,
         refresh: Callable[[], None] = lambda: None,
+        own_pids: Callable[[], frozenset[int]] = frozenset,
         proc: Path = Path("/proc"),
     ) -> None:
         self._root = root
         self._write = write
         self._refresh = refresh
+        self._own_pids = own_pids
         self._proc = proc
 
     # --------------------------------------------------------------------------------------------------- who uses
@@ -65,8 +68,11 @@ class PartitionFiles:
         ids = None if gpu is None else {partition.kfd_gpu_id for partition in gpu.partitions}
         found = []
         self._refresh()
+        own = self._own_pids()
         for folder in self._processes():
             pid = int(folder.name)
+            if pid in own:
+                continue
             opened = _opened(folder)
             if ids is None or ids & opened:
                 found.append(KfdUser(pid, self._command(pid), frozenset(opened)))

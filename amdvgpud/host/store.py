@@ -19,9 +19,9 @@ from typing import Final, TypeVar
 import msgspec
 
 from amdvgpud.core.errors import Conflict, HostFailure, StateUnreadable
-from amdvgpud.core.model import Book, GpuId, Lease, LeaseId, Slice, SliceName
+from amdvgpud.core.model import Book, GpuId, HealthOverride, Lease, LeaseId, Slice, SliceName
 
-SCHEMA_VERSION: Final = 1
+SCHEMA_VERSION: Final = 2
 """Raised when a row's meaning changes; a newer number than ours is refused, an older one is migrated."""
 
 _SCHEMA: Final = """
@@ -30,9 +30,16 @@ CREATE TABLE slices (name TEXT PRIMARY KEY, value BLOB NOT NULL) STRICT, WITHOUT
 CREATE TABLE leases (id TEXT PRIMARY KEY, value BLOB NOT NULL) STRICT, WITHOUT ROWID;
 CREATE TABLE cordoned (gpu TEXT PRIMARY KEY) STRICT, WITHOUT ROWID;
 CREATE TABLE oversubscription (gpu TEXT PRIMARY KEY, ratio REAL NOT NULL) STRICT, WITHOUT ROWID;
+CREATE TABLE health_overrides (gpu TEXT PRIMARY KEY, value BLOB NOT NULL) STRICT, WITHOUT ROWID;
 """
 
+_MIGRATIONS: Final[Mapping[int, str]] = {
+    1: "CREATE TABLE health_overrides (gpu TEXT PRIMARY KEY, value BLOB NOT NULL) STRICT, WITHOUT ROWID",
+}
+"""The statement that makes a file of that version one of the next."""
+
 _T = TypeVar("_T", Slice, Lease)
+_decode_override: Final = msgspec.json.Decoder(HealthOverride).decode
 
 
 class BookStore:
@@ -61,20 +68,23 @@ class BookStore:
             self._db = db = sqlite3.connect(self.path, check_same_thread=False, isolation_level=None)
             if (verdict := db.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
                 raise self._unreadable(str(verdict))
-            meta = dict(db.execute("SELECT key, value FROM meta"))
+            meta = self._migrated(db, dict(db.execute("SELECT key, value FROM meta")))
             if meta.get("schema_version") != SCHEMA_VERSION:
                 raise self._unreadable(
                     f"its schema version is {meta.get('schema_version')}, this amdvgpud knows {SCHEMA_VERSION}"
                 )
-            db.execute("PRAGMA journal_mode=WAL")
-            db.execute("PRAGMA synchronous=FULL")
             self._stored = Book(
                 meta["revision"],
                 {s.name: s for s in self._rows(db, "slices", Slice)},
                 {lease.id: lease for lease in self._rows(db, "leases", Lease)},
                 frozenset(GpuId(gpu) for (gpu,) in db.execute("SELECT gpu FROM cordoned")),
                 {GpuId(gpu): ratio for gpu, ratio in db.execute("SELECT gpu, ratio FROM oversubscription")},
+                {GpuId(gpu): _decode_override(v) for gpu, v in db.execute("SELECT gpu, value FROM health_overrides")},
             )
+            if db.in_transaction:
+                db.execute("COMMIT")
+            db.execute("PRAGMA journal_mode=WAL")
+            db.execute("PRAGMA synchronous=FULL")
             return self._stored
         except (sqlite3.Error, KeyError, ValueError, msgspec.ValidationError, msgspec.DecodeError) as error:
             raise self._unreadable(str(error)) from error
@@ -98,6 +108,10 @@ class BookStore:
             if before.oversubscription != after.oversubscription:
                 db.execute("DELETE FROM oversubscription")
                 db.executemany("INSERT INTO oversubscription VALUES (?, ?)", sorted(after.oversubscription.items()))
+            if before.health_overrides != after.health_overrides:
+                words = [(gpu, msgspec.json.encode(word)) for gpu, word in sorted(after.health_overrides.items())]
+                db.execute("DELETE FROM health_overrides")
+                db.executemany("INSERT INTO health_overrides VALUES (?, ?)", words)
             db.execute("UPDATE meta SET value = ? WHERE key = 'revision'", (after.revision,))
             db.execute("COMMIT")
         except sqlite3.Error as error:
@@ -149,6 +163,16 @@ class BookStore:
                 os.close(directory)
         except (OSError, sqlite3.Error) as error:
             raise HostFailure(f"{self.path}: the state file could not be made: {error}") from error
+
+    def _migrated(self, db: sqlite3.Connection, meta: dict[str, int]) -> dict[str, int]:
+        """An older file becomes one of ours, in a transaction that is left open: only what can be read is kept so."""
+        while (step := _MIGRATIONS.get(meta.get("schema_version", 0))) is not None:
+            if not db.in_transaction:
+                db.execute("BEGIN IMMEDIATE")
+            meta = {**meta, "schema_version": meta["schema_version"] + 1}
+            db.execute(step)
+            db.execute("UPDATE meta SET value = ? WHERE key = 'schema_version'", (meta["schema_version"],))
+        return meta
 
     def _rows(self, db: sqlite3.Connection, table: str, kind: type[_T]) -> Iterable[_T]:
         decode: Callable[[bytes], _T] = msgspec.json.Decoder(kind).decode

@@ -1,16 +1,22 @@
-"""Kernel events about GPUs, heard through libudev, as one word: something changed, look again.
+"""Kernel events about GPUs, heard through libudev: something changed, look again; and what only an event tells.
 
-An event's content decides nothing: it says that a full scan is due, so a lost, doubled or undecodable event costs a
-scan and no truth. Events come in storms (a partition switch moves dozens of devices within a second), so a scan waits
-for a quiet moment. Reads are done when the socket is readable, on the event loop: no thread, no blocking read.
+For all that a scan can find an event's content decides nothing: it says that a full scan is due, so a lost, doubled or
+undecodable event costs a scan and no truth. Events come in storms (a partition switch moves dozens of devices within a
+second), so a scan waits for a quiet moment, though not for ever. One event's content counts: that a driver has given up
+its GPU, or has recovered it (``WEDGED``, Documentation/gpu/drm-uapi.rst), for no file says so.
+
+Reads are done when the socket is readable, on the event loop: no thread, no blocking read.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import re
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -22,17 +28,48 @@ log = logging.getLogger(__name__)
 
 SUBSYSTEMS: Final = ("drm", "kfd", "pci", "platform")
 """platform: the compute partitions' devices (amdgpu_xcp) live there."""
+ACTIONS: Final = ("add", "remove", "change", "bind", "unbind", "move", "online", "offline")
 
 QUIET_S: Final = 0.5
 """No event for so long ends a storm. Guessed: a partition switch pauses less than this between its events."""
+LONGEST_STORM_S: Final = 5.0
+"""So long a scan waits at most: something that never rests must not hide what else happens."""
+BUFFER_BYTES: Final = 8 << 20
+"""Room for some 6,000 events while the loop is busy. One that is lost all the same costs a scan, and of a WEDGED its
+news: the look that follows a scan then finds what can be found."""
+READS: Final = 256
+"""Events read at a time before the loop may do something else."""
+
+_PCI_FUNCTION: Final = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Wedged:
+    """A driver has given up its GPU, or has recovered it."""
+
+    pci_address: str
+    methods: str
+    """What would bring it back, as the kernel has it: ``rebind,bus-reset``; ``none``: it is back."""
+    culprit: str
+    """The process that was at work, for people; empty where the kernel does not say."""
 
 
 class UeventWatch:
-    """Calls ``changed`` once after each storm of events. ``seen`` counts them by (subsystem, action)."""
+    """Calls ``changed`` once after each storm of events, and ``wedged`` at once. ``seen`` counts events by (subsystem,
+    action), both of closed sets: ``other`` is one that neither has."""
 
-    def __init__(self, changed: Callable[[], Awaitable[None]], *, quiet_s: float = QUIET_S) -> None:
+    def __init__(
+        self,
+        changed: Callable[[], Awaitable[None]],
+        wedged: Callable[[Wedged], None] = lambda event: None,
+        *,
+        quiet_s: float = QUIET_S,
+        longest_storm_s: float = LONGEST_STORM_S,
+    ) -> None:
         self._changed = changed
+        self._wedged = wedged
         self._quiet_s = quiet_s
+        self._longest_storm_s = longest_storm_s
         self._heard = asyncio.Event()
         self.seen: Counter[tuple[str, str]] = Counter()
 
@@ -44,6 +81,8 @@ class UeventWatch:
             monitor = pyudev.Monitor.from_netlink(pyudev.Context(), source)
             for subsystem in SUBSYSTEMS:
                 monitor.filter_by(subsystem)
+            with contextlib.suppress(OSError):  # takes CAP_NET_ADMIN; without it the kernel's default must do
+                monitor.set_receive_buffer_size(BUFFER_BYTES)
             monitor.start()
         except (OSError, ImportError) as error:
             raise HostFailure(f"kernel events cannot be heard: {error}") from error
@@ -58,15 +97,32 @@ class UeventWatch:
             loop.remove_reader(monitor.fileno())
 
     async def _quiet(self) -> None:
-        while self._heard.is_set():
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + self._longest_storm_s
+        while self._heard.is_set() and loop.time() < until_s:
             self._heard.clear()
             await asyncio.sleep(self._quiet_s)
+        self._heard.clear()
 
     def _read(self, monitor: pyudev.Monitor) -> None:
         self._heard.set()
         try:
-            while (device := monitor.poll(timeout=0)) is not None:
-                self.seen[str(device.subsystem), str(device.action)] += 1
+            for _ in range(READS):
+                if (device := monitor.poll(timeout=0)) is None:
+                    return
+                self._take(device)
         except (OSError, ValueError) as error:  # an overrun buffer, a property that is no text
-            self.seen["unknown", "unreadable"] += 1
+            self.seen["other", "unreadable"] += 1
             log.debug("An event could not be read; a scan follows all the same: %s", error)
+
+    def _take(self, device: pyudev.Device) -> None:
+        subsystem, action = str(device.subsystem), str(device.action)
+        known = subsystem if subsystem in SUBSYSTEMS else "other", action if action in ACTIONS else "other"
+        self.seen[known] += 1
+        if subsystem != "drm" or action != "change" or (methods := device.properties.get("WEDGED")) is None:
+            return
+        if not (functions := _PCI_FUNCTION.findall(device.device_path.partition("/drm/")[0])):
+            log.warning("%s is wedged (%s), which is no PCI device", device.device_path, methods)
+            return
+        pid, task = (device.properties.get(key, "") for key in ("PID", "TASK"))
+        self._wedged(Wedged(functions[-1], methods, f"{task or '?'}, pid {pid}" if pid else task))

@@ -205,10 +205,15 @@ static void publish_locked(uint32_t gpu_id) {
   publish_process_locked(g);
 }
 
+static void reap_locked(void);
+
 void soft_claim(struct soft_gpu *only) {
   char text[16];
   if (!lock()) return;
-  if (!only) enter_kfd_locked();
+  if (!only && !in_kfd) {
+    reap_locked(); /* a program that only opens and ends leaves as much as any other */
+    enter_kfd_locked();
+  }
   for (int i = 0; i < soft_gpu_count; i++) {
     struct soft_gpu *g = &soft_gpus[i];
     if (g->gone || (only ? g != only : !soft_admits(g))) continue;

@@ -13,6 +13,7 @@ from amdvgpud.core.model import (
     ComputePolicy,
     CuSet,
     GpuId,
+    HealthOverride,
     Holder,
     Lease,
     LeaseId,
@@ -68,6 +69,7 @@ def test_all_of_a_book_comes_back(reopen: Open) -> None:
         .with_lease(lease)
         .with_cordoned([GpuId("GPU-1")])
         .with_oversubscription({GpuId("GPU-2"): 1.5})
+        .with_health_override(GpuId("GPU-1"), HealthOverride(False, 3.5))
     )
     journal.commit(before, after)
     assert reopen().load() == after
@@ -77,8 +79,10 @@ def test_what_was_taken_out_stays_out(reopen: Open) -> None:
     journal = reopen()
     empty = journal.load()
     two = empty.with_slice(a_slice("a")).with_slice(a_slice("b")).with_cordoned([GpuId("g")])
+    two = two.with_health_override(GpuId("g"), HealthOverride(True, 1.0))
     journal.commit(empty, two)
     one = two.without_slice(slice_name("a")).with_cordoned([])
+    one = one.with_health_override(GpuId("g"), None)
     journal.commit(two, one)
     assert reopen().load() == one
 

@@ -21,8 +21,10 @@ from amdvgpud.core.health import (
     Standings,
     effective,
     judge,
+    smi_notice,
+    wedged,
 )
-from amdvgpud.core.model import GpuId
+from amdvgpud.core.model import GpuId, HealthOverride
 
 A, B = GpuId("a"), GpuId("b")
 POLICY = Policy(good_looks=3, unknown_grace_s=60, record_age_s=1000, correctable_per_hour=10)
@@ -226,10 +228,60 @@ def test_records_are_bounded_and_lose_no_error(bench: Bench) -> None:
 
 def test_a_persons_word_holds_and_says_what_was_found() -> None:
     found = Health(Condition.UNHEALTHY, "renderD128 answers EIO", "pulse", 5.0)
-    assert effective(found, Condition.HEALTHY, 9.0) == Health(
+    assert effective(found, HealthOverride(True, 9.0)) == Health(
         Condition.HEALTHY, "set by a person; found was unhealthy: renderD128 answers EIO", "override", 9.0
     )
-    assert effective(None, Condition.UNHEALTHY, 9.0) == Health(
+    assert effective(None, HealthOverride(False, 9.0)) == Health(
         Condition.UNHEALTHY, "set by a person; nobody has looked", "override", 9.0
     )
-    assert effective(found, None, 9.0) is found
+    assert effective(found, None) is found
+
+
+# ------------------------------------------------------------------------------------------------------- notices
+
+
+@pytest.mark.parametrize(
+    ("methods", "kind", "condition"),
+    [
+        ("none", "recovered", None),
+        ("rebind", "wedged", Condition.UNHEALTHY),
+        ("rebind,bus-reset", "wedged", Condition.UNHEALTHY),
+        ("a-method-of-tomorrow", "wedged", Condition.UNHEALTHY),
+    ],
+)
+def test_what_a_wedged_uevent_means(methods: str, kind: str, condition: Condition | None) -> None:
+    notice = wedged(A, methods, "python3, pid 7")
+    found = None if notice.finding is None else (notice.finding.condition, notice.finding.lasting)
+    assert (notice.kind, notice.recovered) == (kind, condition is None)
+    assert found == (None if condition is None else (condition, True))
+    assert notice.text.endswith("(python3, pid 7 was at work)")
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "condition"),
+    [
+        ("1 77:python3\n", "vm-fault", None),
+        ("2 10:3", "throttled", Condition.DEGRADED),
+        ("3 1 ring timeout", "reset", Condition.UNKNOWN),
+        ("3 1", "reset", Condition.UNKNOWN),
+        ("4 1", "recovered", None),
+    ],
+)
+def test_what_a_line_of_the_kfds_events_means(line: str, kind: str, condition: Condition | None) -> None:
+    notice = smi_notice(A, line)
+    assert notice is not None
+    assert (notice.kind, notice.finding and notice.finding.condition) == (kind, condition)
+    assert notice.recovered == (kind == "recovered")
+
+
+@pytest.mark.parametrize("line", ["", "x", "9 77:python3", "b", "-1 2"])
+def test_other_lines_mean_nothing(line: str) -> None:
+    assert smi_notice(A, line) is None
+
+
+def test_a_reset_is_doubt_from_its_first_line_to_its_last_and_then_good_looks_count(bench: Bench) -> None:
+    bench.look()
+    bench.look((Condition.UNKNOWN, "it is being reset"), whole=False, lasting=True)
+    assert [bench.look() for _ in range(3)] == ["unknown"] * 3
+    bench.look(whole=False, recovered=True)
+    assert [bench.look() for _ in range(3)] == ["unknown", "unknown", "healthy"]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from amdvgpud.core.errors import Conflict, HostFailure, StateUnreadable
-from amdvgpud.core.model import Book, Compute, GpuId, Request, Slice, slice_name
+from amdvgpud.core.model import Book, Compute, GpuId, HealthOverride, Request, Slice, slice_name
 from amdvgpud.host.store import BookStore
 
 A_SLICE = Slice(slice_name("a"), Request(slice_name("a"), Compute(percent=25.0)), (), 1.0, 1)
@@ -82,6 +82,36 @@ def test_a_slice_of_before_a_field_was_added_is_read_with_its_default(tmp_path: 
     old += '"vram_bytes":null,"gpu_count":1,"on":[],"spread":"binpack"},"shares":[],"created_s":1.0,"revision":1}'
     _sql(path, f"INSERT INTO slices VALUES ('a', x'{old.encode().hex()}')")
     assert BookStore(tmp_path).load().slices == {slice_name("a"): A_SLICE}
+
+
+def as_of_version_1(path: Path) -> None:
+    _sql(path, "DROP TABLE health_overrides")
+    _sql(path, "UPDATE meta SET value = 1 WHERE key = 'schema_version'")
+
+
+def test_a_state_of_version_1_becomes_one_of_ours_with_all_that_is_in_it(tmp_path: Path) -> None:
+    store = BookStore(tmp_path)
+    before = store.load()
+    book = before.with_slice(A_SLICE).with_cordoned([GpuId("GPU-2")])
+    store.commit(before, book)
+    store.close()
+    as_of_version_1(store.path)
+    store = BookStore(tmp_path)
+    assert store.load() == book
+    after = book.with_health_override(GpuId("GPU-2"), HealthOverride(False, 5.0))
+    store.commit(book, after)
+    store.close()
+    assert BookStore(tmp_path).load() == after
+
+
+def test_a_state_of_version_1_that_cannot_be_understood_stays_one(tmp_path: Path) -> None:
+    path = made(tmp_path)
+    as_of_version_1(path)
+    _sql(path, f"INSERT INTO slices VALUES ('x', x'{LIE}')")
+    before = path.read_bytes()
+    with pytest.raises(StateUnreadable):
+        BookStore(tmp_path).load()
+    assert path.read_bytes() == before
 
 
 def test_a_change_that_could_not_be_taken_back_is_gone_with_the_next_one(tmp_path: Path) -> None:
