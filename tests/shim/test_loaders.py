@@ -32,12 +32,46 @@ HELD_BEFORE_THE_KERNEL = f"{errno.EBADF} {errno.ENOMEM}"
 """The gate was asked; what it let through went to the kernel, as the caller is bound to libc."""
 
 
+RUST = """
+use std::ffi::CString;
+use std::os::raw::{c_char, c_int, c_ulong, c_void};
+extern "C" {
+    fn ioctl(fd: c_int, request: c_ulong, ...) -> c_int;
+    fn dlopen(file: *const c_char, flags: c_int) -> *mut c_void;
+    fn dlsym(library: *mut c_void, name: *const c_char) -> *mut c_void;
+}
+#[repr(C)]
+struct Alloc { va: u64, bytes: u64, handle: u64, offset: u64, gpu: u32, flags: u32 }
+fn own(bytes: c_ulong) -> c_int {
+    let mut asked = Alloc { va: 0, bytes: bytes as u64, handle: 0, offset: 0, gpu: 1000, flags: 0xb0000001 };
+    if unsafe { ioctl(1000, 0xc0284b16, &mut asked as *mut Alloc) } == 0 { return 0; }
+    std::io::Error::last_os_error().raw_os_error().unwrap()
+}
+fn main() {
+    let words: Vec<String> = std::env::args().collect();
+    for bytes in &words[3..] {
+        let bytes: c_ulong = bytes.parse().unwrap();
+        let error = if words[1] == "own" { own(bytes) } else {
+            let (file, name) = (CString::new(words[2].as_str()).unwrap(), CString::new("probe").unwrap());
+            unsafe {
+                let found = dlsym(dlopen(file.as_ptr(), 2), name.as_ptr());
+                assert!(!found.is_null());
+                std::mem::transmute::<*mut c_void, extern "C" fn(c_ulong) -> c_int>(found)(bytes)
+            }
+        };
+        print!("{} ", error);
+    }
+}
+"""
+"""``rust own|dlopen LIBRARY BYTES...``: asks by itself, or by a library that it opens, as bindings to ROCr do."""
+
+
 @dataclass(frozen=True)
 class Probes:
     library: Path
     program: Path
     no_plt: Path
-    """The program without a PLT: addresses by relocation, as every Rust program has them."""
+    """The program without a PLT: addresses by relocation, as Rust programs have them too."""
     static: Path
 
 
@@ -55,6 +89,18 @@ def probes(built: Built) -> Probes:
         'int main(int n, char **v) { for (int i = 3; i < n; i++) printf("%d ", probe(strtoul(v[i], 0, 0))); }\n'
     )
     built.cc(["-O1", "-static", "-Wno-unused-function", str(static), "-o", str(made.static)])
+    return made
+
+
+@pytest.fixture(scope="session")
+def rust(built: Built) -> Path:
+    made = built.gate.with_name("rust-probe")
+    source = made.with_suffix(".rs")
+    source.write_text(RUST)
+    done = subprocess.run(
+        ["rustc", "--edition", "2021", "-O", "-o", made, source], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
     return made
 
 
@@ -99,6 +145,24 @@ def test_which_callers_each_way_of_loading_reaches(
 ) -> None:
     machine.slice("a", (0, 550, None))
     assert ask(getattr(probes, program), loaded_by(machine, way), how, probes.library) == answers
+
+
+@pytest.mark.parametrize(
+    ("way", "how", "answers"),
+    [
+        ("preload", "own", HELD),
+        ("preload", "dlopen", HELD),
+        ("audit", "own", TO_THE_STUB),
+        ("audit", "dlopen", HELD),
+        ("both", "own", HELD),
+        ("both", "dlopen", HELD),
+    ],
+)
+def test_a_rust_program_is_held_but_for_its_own_calls_under_audit_alone(
+    machine: Machine, probes: Probes, rust: Path, way: str, how: str, answers: str
+) -> None:
+    machine.slice("a", (0, 550, None))
+    assert ask(rust, loaded_by(machine, way), how, probes.library) == answers
 
 
 @pytest.mark.parametrize("way", ["audit", "both"])
