@@ -21,18 +21,20 @@ enum { SUCCESS = 0, OUT_OF_MEMORY = 2, TOO_LARGE = 720 };
 #define POOL_USED 7                 /* hipMemPoolAttrUsedMemCurrent */
 #define GRAPH_USED 0                /* hipGraphMemAttrUsedMemCurrent */
 #define GRAPH_RESERVED 2            /* hipGraphMemAttrReservedMemCurrent */
+#define NODE_GRAPH 4                /* hipGraphNodeTypeGraph: a child graph */
 #define NODE_ALLOC 10               /* hipGraphNodeTypeMemAlloc */
 #define NODE_FREE 11                /* hipGraphNodeTypeMemFree */
 #define CUS_BEFORE_6 336            /* offset of multiProcessorCount in the structure of before 6.0 ... */
 #define CUS_FROM_6 388              /* ... and in that of 6.0 (R0600) */
 #define MAX_DEVICES 64
+#define MAX_DEPTH 8                 /* child graphs in child graphs that are looked at (guessed) */
 #define MAX_GRAPHS 256              /* graphs with memory that are remembered; of others, launches are not checked */
 
 struct dim3 { uint32_t x, y, z; };
 struct alloc_node { uint32_t alloc_type, handle_types, location_type; int device; uint64_t pool_rest[9]; const void *access; size_t access_count, bytes; void *pointer; };
 struct node_params { int type, reserved[3]; struct alloc_node alloc; };
 struct launch { const void *function; struct dim3 grid, block; void **arguments; size_t shared; void *stream; };
-struct module_launch { void *function; uint32_t grid[3], block[3], shared; void *stream; void **parameters; };
+struct module_launch { void *function; struct dim3 grid, block; uint32_t shared; void *stream; void **parameters; };
 _Static_assert(sizeof(struct alloc_node) == 120 && offsetof(struct alloc_node, bytes) == 104, "hipMemAllocNodeParams");
 _Static_assert(offsetof(struct node_params, alloc) == 16, "hipGraphNodeParams");
 _Static_assert(sizeof(struct launch) == 56 && sizeof(struct module_launch) == 56, "hipLaunchParams, hipFunctionLaunchParams");
@@ -351,41 +353,46 @@ static void remember_graph(void *exec, int device, uint64_t bytes) {
     unlock_graphs();
 }
 
-/* The most that the allocations of a graph hold at one time, in the order of its nodes: what was added first is first. Nodes
- * of child graphs are not looked at. */
-static void weigh_graph(void *exec, void *graph) {
-    size_t count = 0;
-    if (!is_from(6)) return; /* 5 takes it when the node is added */
-    if (!front_real[F_hipGraphGetNodes] || !front_real[F_hipGraphNodeGetType] || !front_real[F_hipGraphMemAllocNodeGetParams]) return;
-    if (REAL(hipGraphGetNodes, void *, void **, size_t *)(graph, NULL, &count) || !count || count > 1 << 20) return;
+/* The most that the allocations of a graph hold at one time, in the order of its nodes: what was added first is first. */
+struct weight { int device; uint64_t held, most; };
+
+static void weigh(struct weight *weight, void *graph, int depth) {
     struct taken { void *pointer; uint64_t bytes; };
+    size_t count = 0, takes = 0;
+    if (REAL(hipGraphGetNodes, void *, void **, size_t *)(graph, NULL, &count) || !count || count > 1 << 20) return;
     size_t room = count * (sizeof(void *) + sizeof(struct taken));
     void **nodes = avg_map(room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1);
     if (!nodes) return;
     struct taken *taken = (struct taken *)(nodes + count);
-    size_t takes = 0;
-    uint64_t held = 0, most = 0;
-    int device = -1;
     if (REAL(hipGraphGetNodes, void *, void **, size_t *)(graph, nodes, &count)) count = 0;
     for (size_t i = 0; i < count; i++) {
         int type = -1;
         struct alloc_node wanted = {0};
-        void *pointer = NULL;
+        void *pointer = NULL, *child = NULL;
         if (REAL(hipGraphNodeGetType, void *, int *)(nodes[i], &type)) continue;
         if (type == NODE_ALLOC && !REAL(hipGraphMemAllocNodeGetParams, void *, struct alloc_node *)(nodes[i], &wanted)) {
-            if (device >= 0 && wanted.device != device) continue; /* on two devices: the first is weighed */
-            device = wanted.device;
+            if (weight->device >= 0 && wanted.device != weight->device) continue; /* on two devices: the first is weighed */
+            weight->device = wanted.device;
             taken[takes++] = (struct taken){wanted.pointer, wanted.bytes};
-            held = avg_sum(held, wanted.bytes);
-            if (held > most) most = held;
+            weight->held = avg_sum(weight->held, wanted.bytes);
+            if (weight->held > weight->most) weight->most = weight->held;
         } else if (type == NODE_FREE && front_real[F_hipGraphMemFreeNodeGetParams] &&
                    !REAL(hipGraphMemFreeNodeGetParams, void *, void *)(nodes[i], &pointer)) {
             for (size_t k = 0; k < takes; k++)
-                if (taken[k].pointer == pointer) held -= taken[k].bytes, taken[k].bytes = 0;
-        }
+                if (taken[k].pointer == pointer) weight->held -= taken[k].bytes, taken[k].bytes = 0;
+        } else if (type == NODE_GRAPH && depth < MAX_DEPTH && front_real[F_hipGraphChildGraphNodeGetGraph] &&
+                   !REAL(hipGraphChildGraphNodeGetGraph, void *, void **)(nodes[i], &child) && child)
+            weigh(weight, child, depth + 1);
     }
     AVG_SYS(munmap, nodes, room, 0, 0);
-    remember_graph(exec, device, most);
+}
+
+static void weigh_graph(void *exec, void *graph) {
+    struct weight weight = {.device = -1};
+    if (!is_from(6)) return; /* 5 takes it when the node is added */
+    if (!front_real[F_hipGraphGetNodes] || !front_real[F_hipGraphNodeGetType] || !front_real[F_hipGraphMemAllocNodeGetParams]) return;
+    weigh(&weight, graph, 0);
+    remember_graph(exec, weight.device, weight.most);
 }
 
 static int ours_hipGraphInstantiate(void **exec, void *graph, void **failed, char *log, size_t log_bytes) {
@@ -476,23 +483,25 @@ static int whole_units(int device) {
     return REAL(hipDeviceGetAttribute, int *, int, int)(&whole, MULTIPROCESSORS, device) ? 0 : whole;
 }
 
-static int grid_fits(int per_unit, uint64_t blocks, void *stream) {
-    int device = device_of(stream), whole = whole_units(device), units = units_on(device, whole);
-    return whole < 1 || units == whole || per_unit < 1 || blocks <= (uint64_t)per_unit * (uint64_t)units;
+/* Whether `blocks` of a kernel run at once on the slice's units of the stream's device. How many do so a unit the runtime
+ * tells of its current device, and of a module that is not loaded there it tells by crashing (5.7.1): so that is set meanwhile. */
+static int grid_fits(enum front_name ask, const void *kernel, uint64_t blocks, uint64_t threads, size_t shared, void *stream) {
+    int device = device_of(stream), current = current_device(), whole = whole_units(device), units = units_on(device, whole), per_unit = 0;
+    if (whole < 1 || units == whole || !front_real[ask]) return 1;
+    if (device != current && (!front_real[F_hipSetDevice] || REAL(hipSetDevice, int)(device))) return 1;
+    int failed = ((int (*)(int *, const void *, int, size_t))front_real[ask])(&per_unit, kernel, (int)threads, shared);
+    if (device != current) REAL(hipSetDevice, int)(current);
+    return failed || per_unit < 1 || blocks <= (uint64_t)per_unit * (uint64_t)units;
 }
+
+static uint64_t volume(struct dim3 size) { return (uint64_t)size.x * size.y * size.z; }
 
 static int function_fits(const void *function, struct dim3 grid, struct dim3 block, size_t shared, void *stream) {
-    int per_unit = 0;
-    if (!front_real[F_hipOccupancyMaxActiveBlocksPerMultiprocessor]) return 1;
-    if (REAL(hipOccupancyMaxActiveBlocksPerMultiprocessor, int *, const void *, int, size_t)(&per_unit, function, (int)(block.x * block.y * block.z), shared)) return 1;
-    return grid_fits(per_unit, (uint64_t)grid.x * grid.y * grid.z, stream);
+    return grid_fits(F_hipOccupancyMaxActiveBlocksPerMultiprocessor, function, volume(grid), volume(block), shared, stream);
 }
 
-static int module_fits(void *function, uint64_t blocks, uint64_t threads, size_t shared, void *stream) {
-    int per_unit = 0;
-    if (!front_real[F_hipModuleOccupancyMaxActiveBlocksPerMultiprocessor]) return 1;
-    if (REAL(hipModuleOccupancyMaxActiveBlocksPerMultiprocessor, int *, void *, int, size_t)(&per_unit, function, (int)threads, shared)) return 1;
-    return grid_fits(per_unit, blocks, stream);
+static int module_fits(const void *function, struct dim3 grid, struct dim3 block, size_t shared, void *stream) {
+    return grid_fits(F_hipModuleOccupancyMaxActiveBlocksPerMultiprocessor, function, volume(grid), volume(block), shared, stream);
 }
 
 static int ours_hipLaunchCooperativeKernel(const void *function, struct dim3 grid, struct dim3 block, void **arguments, unsigned shared, void *stream) {
@@ -513,18 +522,14 @@ static int ours_hipLaunchCooperativeKernelMultiDevice(struct launch *list, int c
 
 static int ours_hipModuleLaunchCooperativeKernel(void *function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
                                                  unsigned shared, void *stream, void **parameters) {
-    if (!module_fits(function, (uint64_t)gx * gy * gz, (uint64_t)bx * by * bz, shared, stream)) return TOO_LARGE;
+    if (!module_fits(function, (struct dim3){gx, gy, gz}, (struct dim3){bx, by, bz}, shared, stream)) return TOO_LARGE;
     return REAL(hipModuleLaunchCooperativeKernel, void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **)(
         function, gx, gy, gz, bx, by, bz, shared, stream, parameters);
 }
 
 static int ours_hipModuleLaunchCooperativeKernelMultiDevice(struct module_launch *list, unsigned count, unsigned flags) {
-    for (unsigned i = 0; list && i < count; i++) {
-        const struct module_launch *one = &list[i];
-        if (!module_fits(one->function, (uint64_t)one->grid[0] * one->grid[1] * one->grid[2],
-                         (uint64_t)one->block[0] * one->block[1] * one->block[2], one->shared, one->stream))
-            return TOO_LARGE;
-    }
+    for (unsigned i = 0; list && i < count; i++)
+        if (!module_fits(list[i].function, list[i].grid, list[i].block, list[i].shared, list[i].stream)) return TOO_LARGE;
     return REAL(hipModuleLaunchCooperativeKernelMultiDevice, struct module_launch *, unsigned, unsigned)(list, count, flags);
 }
 

@@ -215,6 +215,13 @@ def runtime(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
             "-ldl",
         )
         compile_c(parts / "kfdclient", [SOFTKFD / "kfdclient.c"])
+        compile_c(parts / "elsewhere", [HERE / "elsewhere.c"], "-ldl")
+        compile_c(
+            parts / "libelsewhere.so",
+            [],
+            *("-shared", "-Wl,--no-as-needed", "-Wl,-rpath,/parts", "-Wl,--unresolved-symbols=ignore-in-shared-libs"),
+            *(str(parts / "libsoftkfd.so"), str(here.library)),
+        )
         _code_object(parts / "nothing.hsaco")
         # Debian's older rocminfo asks lsmod whether the driver is loaded; here it is not.
         (parts / "lsmod").write_text('#!/bin/sh\necho "amdgpu 1 0"\n')

@@ -88,7 +88,7 @@ ABSENT = {
 
 HELD_AT_EXIT = ("map", "graph", "captured", "graphnode")
 CRASHES_AT_EXIT = -signal.SIGSEGV
-"""6.4.3, at the exit of any program that holds such memory then: far from the quota too. Not tried without the gate."""
+"""6.4.3, at the exit of any program that holds such memory then: far from the quota too, and without the gate."""
 
 
 def by_way(way: str) -> Case:
@@ -214,6 +214,15 @@ def two_slices_of_one_gpu_in_one_container_add(bed: Any, runtime: Any) -> Figure
     here.slice("a", (0, 768, None))
     here.slice("b", (0, QUOTA_MIB - 768, None))
     return filled(here, here.run(f"take:malloc:{STEP_MIB}"))
+
+
+@case
+def an_exit_with_memory_held_is_what_it_is_without_the_gate(bed: Any, runtime: Any) -> Figures:
+    here = bed("2*mi210")
+    ways = [way for way in HELD_AT_EXIT if way not in ABSENT[runtime.number[:2]]]
+    without = {way: here.run(f"take:{way}:{STEP_MIB}:1", gated=False).status for way in ways}
+    here.slice("a", (0, QUOTA_MIB, None))
+    return without, {way: here.run(f"take:{way}:{STEP_MIB}:1").status for way in ways}
 
 
 # -------------------------------------------------------------------------------------------------- several processes
@@ -625,19 +634,32 @@ def front_answers_a_runtime_loaded_by_python(bed: Any, runtime: Any) -> Figures:
     return {"answer": "0 40", "status": 0}, {"answer": ran.out.strip(), "status": ran.status}
 
 
+LAUNCHES = ("host", "spt", "multi", "module", "modulemulti")
+"""Cooperative launches: of a host function or of a module's, on one device or on each."""
+NOT_COOPERATIVE = ("plain", "extmulti")
+
+
 @case
 def front_refuses_a_cooperative_grid_that_cannot_run_at_once(bed: Any, runtime: Any) -> Figures:
     """The kernel runs 32 blocks of 64 a CU: 1280 fit 40 CUs, and 3328 the whole GPU, which the runtime goes by."""
-    if runtime.number < (5, 7) or not (runtime.parts / "nothing.hsaco").exists():
+    if not (runtime.parts / "nothing.hsaco").exists():
         return {"known": False}, {"known": False}
-    here = front_bed(bed, runtime)
+    here = bed("2*mi210")
+    here.slice("a", (0, QUOTA_MIB, CuSet(FIRST)), (1, QUOTA_MIB, CuSet(FIRST)))
+    known = LAUNCHES if runtime.number >= (5, 7) else LAUNCHES[:3]
     # Not to the runtime's own end, which was once seen to wait for ever over softkfd: 6.4.3, without the front.
-    words = ("cooperative:1280", "cooperative:1281", "cooperative:3328", "quit")
+    words = [f"cooperative:{how}:{blocks}" for how in known for blocks in (1280, 1281, 3328)]
+    words += [f"cooperative:{how}:3328" for how in NOT_COOPERATIVE] + ["quit"]
     got = {}
     for name, env in (("with", {}), ("without", {"AMDVGPU_HIP_FRONT": "0"})):
-        got[name] = [line["error"] for line in here.run(*words, **env).lines if line["op"] == "cooperative"]
+        lines = [line for line in here.run(*words, **env).lines if line["op"] == "cooperative"]
+        got[name] = {how: [x["error"] for x in lines if x["how"] == how] for how in known + NOT_COOPERATIVE}
     large = "hipErrorCooperativeLaunchTooLarge"
-    return {"with": [OK, large, large], "without": [OK, OK, OK]}, got
+    other = {key: [OK] for key in NOT_COOPERATIVE}
+    return {
+        "with": {key: [OK, large, large] for key in known} | other,
+        "without": {key: [OK, OK, OK] for key in known} | other,
+    }, got
 
 
 @case
@@ -669,19 +691,26 @@ def front_refuses_more_than_there_is_and_leaves_the_rest(bed: Any, runtime: Any)
     }
 
 
-@case
-def front_refuses_a_launch_for_which_there_is_no_room(bed: Any, runtime: Any) -> Figures:
+def by_late_launch(how: str) -> Case:
     """A graph made ready in time: 6.4.3 and 7.2.4 crash where it then gets no memory. Once there is some, it runs."""
-    if runtime.number < (5, 7):
-        return {"known": False}, {"known": False}
-    ran = front_bed(bed, runtime).run("late:1024:1200")
-    # 5.7 takes a graph's memory when the node is added, so it is the other allocation that finds no room.
-    ready, first = (OUT, OK) if runtime.number < (6,) else (OK, OUT)
-    return {"ready": ready, "launches": [first, OK], "status": 0}, {
-        "ready": next(line["error"] for line in ran.lines if line["op"] == "ready"),
-        "launches": [line["error"] for line in ran.lines if line["op"] == "launch"][:2],
-        "status": ran.status,
-    }
+
+    def run(bed: Any, runtime: Any) -> Figures:
+        if runtime.number < (5, 7):
+            return {"known": False}, {"known": False}
+        ran = front_bed(bed, runtime).run(f"late:{how}:1024:1200")
+        # 5.7 takes a graph's memory when the node is added, so it is the other allocation that finds no room.
+        ready, first = (OUT, OK) if runtime.number < (6,) else (OK, OUT)
+        return {"ready": ready, "launches": [first, OK], "status": 0}, {
+            "ready": next(line["error"] for line in ran.lines if line["op"] == "ready"),
+            "launches": [line["error"] for line in ran.lines if line["op"] == "launch"][:2],
+            "status": ran.status,
+        }
+
+    return run
+
+
+for _form, _called in (("plain", "a_launch"), ("spt", "an_spt_launch"), ("child", "a_launch_of_a_child_graph")):
+    CASES[f"front_refuses_{_called}_for_which_there_is_no_room"] = by_late_launch(_form)
 
 
 @case
@@ -702,6 +731,44 @@ def front_is_not_there_without_a_slice(bed: Any, runtime: Any) -> Figures:
         "cus": line["attribute_cus"],
         "total_mib": line["total"] / MIB,
     }
+
+
+# ------------------------------------------------------------------------------- where only the requests are reached
+
+
+@case
+def by_audit_the_gate_holds_without_its_front(bed: Any, runtime: Any) -> Figures:
+    here = front_bed(bed, runtime, "mi210")
+    ran = here.run("questions", "streams:1", f"take:malloc:{STEP_MIB}", gated=False, LD_AUDIT="/parts/libamdvgpu.so")
+    want, got = filled(here, ran)
+    line = next(line for line in ran.lines if line["op"] == "questions")
+    gpu = str(here.inventory.partitions[0].kfd_gpu_id)
+    return want | {"total_mib": QUOTA_MIB, "cus": 104, "masks": {gpu: [hex_of(FIRST)]}}, got | {
+        "total_mib": line["total"] / MIB,
+        "cus": line["attribute_cus"],
+        "masks": on_queues(ran.asked),
+    }
+
+
+def by_place(how: str) -> Case:
+    """HIP in a namespace of its own, or bound to its own libraries first: reached by LD_AUDIT, not by the file."""
+
+    def run(bed: Any, runtime: Any) -> Figures:
+        here = front_bed(bed, runtime, "mi210")
+        got = {}
+        for name, options in (("file", {}), ("audit", {"gated": False, "LD_AUDIT": "/parts/libamdvgpu.so"})):
+            ran = here.run("/parts/elsewhere", how, "/parts/libelsewhere.so", **options)
+            line = next(line for line in ran.lines if line["op"] == "elsewhere")
+            got[name] = [line["failed"], line["total"] // MIB, line["cus"], line["granted"]]
+        whole = here.inventory.partitions[0].vram_bytes // MIB
+        held = [0, QUOTA_MIB, 104, between(14, 16)]
+        return {"file": [0, whole, 104, 64], "audit": held}, got
+
+    return run
+
+
+CASES["in_another_namespace_audit_holds_and_the_file_does_not"] = by_place("namespace")
+CASES["bound_deep_audit_holds_and_the_file_does_not"] = by_place("deep")
 
 
 # --------------------------------------------------------------------------------------------------------- the matrix

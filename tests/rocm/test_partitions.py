@@ -84,6 +84,25 @@ def test_a_slice_inside_a_partition_is_held_by_the_gate(bed: Any, runtime: Any) 
         assert agents_total(made) == 2 << 20
 
 
+def shown_cus(made: Any, *words: str, **how: Any) -> list[int]:
+    return [line["attribute_cus"] for line in made.run("questions", *words, **how).lines if line["op"] == "questions"]
+
+
+def test_the_front_tells_of_a_partition_where_all_of_one_gpu_agree(bed: Any, runtime: Any) -> None:
+    """Partitions share the PCI address by which the front knows a device: with two different slices it is silent."""
+    made = switched(bed(MACHINE), "CPX")
+    if runtime.number < KNOWS_MI300:
+        return
+    made.slice("inside", (4, 2048, CuSet(tuple(range(8)))))
+    ran = made.run("questions", "take:async:4096:1", "take:async:512:1", gpus=(4,))
+    assert [line["error"] for line in ran.lines if line["op"] == "take"] == ["hipErrorOutOfMemory", "hipSuccess"]
+    assert shown_cus(made, gpus=(4,)) == [8]
+    made.slice("beside", (5, 4096, CuSet(tuple(range(8)))))
+    assert shown_cus(made, gpus=(4, 5)) == [8, 8]
+    made.slice("larger", (6, 4096, CuSet(tuple(range(16)))))
+    assert shown_cus(made, gpus=(4, 5, 6)) == [38, 38, 38]
+
+
 def agents_total(made: Any) -> int:
     """KiB of the global pool that the runtime shows of the one GPU of the slice, the gate being in."""
     ran = made.run("/usr/bin/rocminfo", gpus=(4,))

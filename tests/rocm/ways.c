@@ -14,9 +14,11 @@
  *   exec                   the rest is done by a new image of this program
  *   wait                   for a line on standard input; prints that it waits
  *   export / import:FILE   an IPC handle of 256 MiB written to, and read from, FILE
- *   cooperative:BLOCKS     hipLaunchCooperativeKernel with that grid
+ *   cooperative:HOW:BLOCKS a cooperative launch with that grid, by HOW (see the table): of a kernel of a module, or by
+ *                          the address of a host function as compilers do, on the current device or on all
  *   occupancy              blocks per multiprocessor times multiprocessors
- *   late:MIB:TAKEN         a graph that allocates MIB, made ready; TAKEN MIB taken; launched; TAKEN given back; launched
+ *   late:HOW:MIB:TAKEN     a graph that allocates MIB (HOW: plain, spt: launched by the _spt form, child: in a child graph), made
+ *                          ready; TAKEN MIB taken; launched; TAKEN given back; launched
  *   proc:HOW               multiprocessors asked by way of dlsym (on a handle), default (RTLD_DEFAULT), hip (hipGetProcAddress) */
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -173,29 +175,39 @@ static hipError_t t_graph(void **p, size_t n) {
   *p = want.dptr;
   return e ? e : launch(g);
 }
+static void *library(void);
 /* Made ready while there is room for it, launched when there is none. */
-static void launch_late(size_t graph_bytes, size_t taken_bytes) {
-  hipGraph_t g;
+static void launch_late(const char *how, size_t graph_bytes, size_t taken_bytes) {
+  hipGraph_t g, inner;
   hipGraphExec_t x;
   hipGraphNode_t node, freed;
   hipMemAllocNodeParams want = alloc_node(graph_bytes);
+  hipError_t (*start)(hipGraphExec_t, hipStream_t) = hipGraphLaunch;
+  int spt = !strcmp(how, "spt");
+  if (spt) start = (hipError_t(*)(hipGraphExec_t, hipStream_t))dlsym(library(), "hipGraphLaunch_spt");
   void *p = NULL;
-  hipError_t e = a_stream() ? hipGraphCreate(&g, 0) : hipErrorUnknown, f;
+  hipError_t e = a_stream() && start ? hipGraphCreate(&g, 0) : hipErrorUnknown, f;
   if (!e) e = hipGraphAddMemAllocNode(&node, g, 0, 0, &want);
   if (!e) e = hipGraphAddMemFreeNode(&freed, g, &node, 1, want.dptr);
+  if (!e && !strcmp(how, "child")) {
+    inner = g;
+    e = hipGraphCreate(&g, 0);
+    if (!e) e = hipGraphAddChildGraphNode(&node, g, 0, 0, inner);
+    say("child", e);
+  }
   if (!e) e = hipGraphInstantiate(&x, g, 0, 0, 0);
   if (!e) e = hipMalloc(&p, taken_bytes);
   say("ready", e);
-  f = hipGraphLaunch(x, a_stream());
+  f = start(x, a_stream());
   if (!f) f = hipStreamSynchronize(a_stream());
   say("launch", f);
   e = hipFree(p);
-  f = hipGraphLaunch(x, a_stream());
+  f = start(x, a_stream());
   if (!f) f = hipStreamSynchronize(a_stream());
   say("launch", e ? e : f);
   e = hipMalloc(&p, taken_bytes);
   say("taken", e);
-  f = hipGraphLaunch(x, a_stream());
+  f = start(x, a_stream());
   if (!f) f = hipStreamSynchronize(a_stream());
   say("launch", f);
 }
@@ -392,14 +404,112 @@ static hipFunction_t kernel(void) {
   return module && !hipModuleGetFunction(&found, module, "nothing") ? found : NULL;
 }
 
-static void cooperative(unsigned blocks) {
+static void *named(const char *name) { return dlsym(library(), name); }
+
+/* What a compiler makes of `__global__ void nothing(void) {}`: a bundle of code objects, and a function of the host whose
+ * address stands for the kernel. */
+static void nothing_on_the_host(void) {}
+static int registered(void) {
+  static struct { uint32_t magic, version; void *bundle, *unused; } wrapper = {0x48495046, 1, NULL, NULL};
+  static const char host[] = "host-x86_64-unknown-linux--", gpu[] = "hipv4-amdgcn-amd-amdhsa--gfx90a";
+  void **(*add)(const void *) = (void **(*)(const void *))named("__hipRegisterFatBinary");
+  void (*name)(void **, const void *, char *, const char *, unsigned, void *, void *, void *, void *, int *) =
+      (void (*)(void **, const void *, char *, const char *, unsigned, void *, void *, void *, void *, int *))named("__hipRegisterFunction");
+  const char *path = getenv("CODE_OBJECT");
+  if (wrapper.bundle) return 1;
+  FILE *f = path ? fopen(path, "r") : NULL;
+  if (!f || !add || !name || fseek(f, 0, SEEK_END)) return 0;
+  uint64_t size = ftell(f), words[] = {2, 4096, 0, sizeof host - 1, 4096, size, sizeof gpu - 1};
+  char *bundle = aligned_alloc(4096, 4096 + (size + 4095) / 4096 * 4096), *at = bundle;
+  rewind(f);
+  if (!bundle || fread(bundle + 4096, 1, size, f) != size) return 0;
+  fclose(f);
+  at = mempcpy(at, "__CLANG_OFFLOAD_BUNDLE__", 24);
+  at = mempcpy(at, words, 32);
+  at = mempcpy(at, host, sizeof host - 1);
+  at = mempcpy(at, words + 4, 24);
+  mempcpy(at, gpu, sizeof gpu - 1);
+  wrapper.bundle = bundle;
+  name(add(&wrapper), (void *)nothing_on_the_host, "nothing", "nothing", -1, NULL, NULL, NULL, NULL, NULL);
+  return 1;
+}
+
+static const dim3 sixty_four = {64, 1, 1};
+static void *no_arguments[1];
+
+static hipError_t l_module(unsigned blocks) {
   hipFunction_t f = kernel();
-  void *none = NULL;
-  hipError_t (*launch_module)(hipFunction_t, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, hipStream_t, void **) =
-      (void *)dlsym(library(), "hipModuleLaunchCooperativeKernel");
-  hipError_t e = f && launch_module ? launch_module(f, blocks, 1, 1, 64, 1, 1, 0, a_stream(), &none) : hipErrorUnknown;
-  printf("{\"op\":\"cooperative\",\"blocks\":%u,\"error\":\"%s\"}\n", blocks, hipGetErrorName(e));
+  hipError_t (*go)(hipFunction_t, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, hipStream_t, void **) =
+      (void *)named("hipModuleLaunchCooperativeKernel");
+  return f && go ? go(f, blocks, 1, 1, 64, 1, 1, 0, a_stream(), no_arguments) : hipErrorUnknown;
+}
+static hipError_t by_address(const char *name, unsigned blocks) {
+  hipError_t (*go)(const void *, dim3, dim3, void **, unsigned, hipStream_t) = (void *)named(name);
+  return registered() && go ? go((void *)nothing_on_the_host, (dim3){blocks, 1, 1}, sixty_four, no_arguments, 0, a_stream()) : hipErrorUnknown;
+}
+static hipError_t l_host(unsigned blocks) { return by_address("hipLaunchCooperativeKernel", blocks); }
+static hipError_t l_host_spt(unsigned blocks) { return by_address("hipLaunchCooperativeKernel_spt", blocks); }
+static hipError_t l_plain(unsigned blocks) { return by_address("hipLaunchKernel", blocks); }
+
+/* On every device there is, a stream each; the current device stays. */
+static hipStream_t stream_on(int index) {
+  static hipStream_t streams[16];
+  int was = device();
+  (void)hipSetDevice(index);
+  if (!streams[index] && hipStreamCreate(&streams[index])) streams[index] = NULL;
+  (void)hipSetDevice(was);
+  return streams[index];
+}
+static hipError_t on_all(const char *name, unsigned blocks) {
+  hipLaunchParams list[16] = {0};
+  hipError_t (*go)(hipLaunchParams *, int, unsigned) = (void *)named(name);
+  int n = 0;
+  (void)hipGetDeviceCount(&n);
+  for (int i = 0; i < n; i++) {
+    list[i].func = (void *)nothing_on_the_host, list[i].gridDim = (dim3){blocks, 1, 1}, list[i].blockDim = sixty_four;
+    list[i].args = no_arguments, list[i].sharedMem = 0, list[i].stream = stream_on(i);
+  }
+  return registered() && go ? go(list, n, 0) : hipErrorUnknown;
+}
+static hipError_t l_multi(unsigned blocks) { return on_all("hipLaunchCooperativeKernelMultiDevice", blocks); }
+static hipError_t l_ext_multi(unsigned blocks) { return on_all("hipExtLaunchMultiKernelMultiDevice", blocks); }
+#if HV >= 503
+static hipError_t l_module_multi(unsigned blocks) {
+  hipFunctionLaunchParams list[16] = {0};
+  hipError_t (*go)(hipFunctionLaunchParams *, unsigned, unsigned) = (void *)named("hipModuleLaunchCooperativeKernelMultiDevice");
+  int n = 0;
+  (void)hipGetDeviceCount(&n);
+  for (int i = 0; i < n; i++) {
+    hipModule_t module;
+    list[i].hStream = stream_on(i);
+    (void)hipSetDevice(i);
+    if (hipModuleLoad(&module, getenv("CODE_OBJECT")) || hipModuleGetFunction(&list[i].function, module, "nothing")) return hipErrorUnknown;
+    list[i].gridDimX = blocks, list[i].gridDimY = list[i].gridDimZ = 1;
+    list[i].blockDimX = 64, list[i].blockDimY = list[i].blockDimZ = 1, list[i].kernelParams = no_arguments;
+  }
+  (void)hipSetDevice(0);
+  return go ? go(list, n, 0) : hipErrorUnknown;
+}
+#endif
+
+static const struct { const char *name; hipError_t (*go)(unsigned); } launches[] = {
+    {"module", l_module}, {"host", l_host}, {"spt", l_host_spt}, {"multi", l_multi},
+#if HV >= 503
+    {"modulemulti", l_module_multi},
+#endif
+    /* and two that are not cooperative: whose blocks wait for nobody */
+    {"plain", l_plain}, {"extmulti", l_ext_multi},
+};
+
+static void cooperative(const char *how) {
+  const char *colon = strchr(how, ':');
+  unsigned blocks = colon ? atoi(colon + 1) : 0;
+  hipError_t e = hipErrorNotSupported;
+  for (size_t i = 0; colon && i < sizeof launches / sizeof *launches; i++)
+    if (!strncmp(how, launches[i].name, colon - how) && !launches[i].name[colon - how]) e = launches[i].go(blocks);
+  printf("{\"op\":\"cooperative\",\"how\":\"%.*s\",\"blocks\":%u,\"error\":\"%s\"}\n", colon ? (int)(colon - how) : 0, how, blocks, hipGetErrorName(e));
   fflush(stdout);
+  (void)hipGetLastError();
 }
 
 static void occupancy(void) {
@@ -426,8 +536,8 @@ static void export_to(const char *path) {
 }
 
 #if HV < 503
-static void launch_late(size_t graph_bytes, size_t taken_bytes) {
-  (void)graph_bytes, (void)taken_bytes;
+static void launch_late(const char *how, size_t graph_bytes, size_t taken_bytes) {
+  (void)how, (void)graph_bytes, (void)taken_bytes;
   say("ready", hipErrorNotSupported);
 }
 #endif
@@ -476,12 +586,12 @@ int main(int argc, char **argv) {
     else if (!strcmp(word, "setenv")) putenv(strdup(rest));
     else if (!strcmp(word, "export")) export_to(rest);
     else if (!strcmp(word, "import")) import_from(rest);
-    else if (!strcmp(word, "cooperative")) cooperative(atoi(rest));
+    else if (!strcmp(word, "cooperative")) cooperative(rest);
     else if (!strcmp(word, "occupancy")) occupancy();
     else if (!strcmp(word, "proc")) by_name(rest);
     else if (!strcmp(word, "late")) {
-      char *taken = strchr(rest, ':');
-      launch_late(strtoull(rest, NULL, 10) * MIB, taken ? strtoull(taken + 1, NULL, 10) * MIB : 0);
+      char *how = strtok(rest, ":"), *mib = strtok(NULL, ":"), *taken = strtok(NULL, ":");
+      if (how && mib && taken) launch_late(how, strtoull(mib, NULL, 10) * MIB, strtoull(taken, NULL, 10) * MIB);
     }
     else if (!strcmp(word, "exec")) {
       argv[i] = argv[0];
