@@ -58,14 +58,14 @@ def folder() -> Iterator[Path]:
             ["gcc", "-D_GNU_SOURCE", "-O1", "-o", str(made / "kfdclient"), "softkfd/kfdclient.c"],
         ):
             subprocess.run(argv, cwd=REPOSITORY, check=True)
-        shutil.copy(HERE / "checks.py", made)
+        shutil.copytree(HERE, made / "tests/e2e/systemd")
         yield made
 
 
 @pytest.fixture(scope="module")
 def report(folder: Path) -> str:
     words = " ".join(f"'{name}'" for name in CHECKS)
-    (folder / "start").write_text(f"#!/bin/sh\nexec /mnt/checks.py {words}\n")
+    (folder / "start").write_text(f"#!/bin/sh\ncd /mnt && exec python3 -m tests.e2e.systemd.checks {words}\n")
     (folder / "start").chmod(0o755)
     argv = [str(HERE / "boot"), "/", str(folder), "start"]
     return subprocess.run(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False).stdout

@@ -1,163 +1,50 @@
-#!/usr/bin/python3
-"""What an operator does with the installed packages, on a machine whose PID 1 is systemd. Runs as root inside it.
+"""What an operator does with the installed packages, on a machine whose PID 1 is systemd. How it is run: machine.py.
 
-/mnt/debs holds the packages, /mnt/newer the same of a later version with another gate in it (``stage`` makes both); or
-/mnt/tree is what they would install. /mnt/kfdclient takes VRAM.
-Prints a line for each check, ``ok <sentence>`` or ``not ok <sentence>: <what was seen>``; ends with 1 if one failed.
-Arguments: only checks with one of these words. Standard library only.
+/mnt/later holds the packages of a later version, made of another source (``stage`` builds them).
 """
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
-import tarfile
 import time
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-SLICES = Path("/run/amdvgpud/slices")
-DROP_INS = Path("/etc/systemd/system/amdvgpud.service.d")
-SPEC = Path("/run/cdi/amdvgpu.io-slice.json")
-WAIT_S = 40.0
-"""For what must happen soon. Only a failure takes that long."""
-
-checks: list[Callable[[], None]] = []
-
-
-def check(function: Callable[[], None]) -> Callable[[], None]:
-    checks.append(function)
-    return function
-
-
-# ------------------------------------------------------------------------------------------------------------ tools
-
-
-def run(*argv: str, code: int | None = 0) -> str:
-    """Both streams of a command; AssertionError where it did not end with ``code`` (None: any)."""
-    done = subprocess.run(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, stdin=subprocess.DEVNULL)
-    assert code is None or done.returncode == code, f"{' '.join(argv)} ended with {done.returncode}: {done.stdout}"
-    return done.stdout
-
-
-def until(what: str, holds: Callable[[], object]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not holds():
-        assert time.monotonic() < deadline, f"not within {WAIT_S:g} s: {what}"
-        time.sleep(0.05)
-
-
-def show(unit: str, *properties: str) -> list[str]:
-    text = run("systemctl", "show", unit, *(f"--property={p}" for p in properties))
-    found = dict(line.split("=", 1) for line in text.splitlines())
-    return [found[p] for p in properties]
-
-
-def packages(folder: str) -> list[str]:
-    return [str(path) for path in Path("/mnt", folder).glob("*.deb")]
-
-
-def main_pid() -> int:
-    return int(show("amdvgpud.service", "MainPID")[0])
-
-
-def journal(since: str = "") -> str:
-    run("journalctl", "--sync", code=None)
-    after = [f"--after-cursor={since}"] if since else []
-    return run("journalctl", "--no-pager", "--unit=amdvgpud.service", "--output=cat", *after)
-
-
-def cursor() -> str:
-    run("journalctl", "--sync", code=None)
-    return run("journalctl", "--lines=0", "--show-cursor").rpartition("cursor: ")[2].strip()
-
-
-def ctl(*argv: str, code: int | None = 0) -> str:
-    return run("amdvgpuctl", *argv, code=code)
-
-
-def api(path: str) -> dict[str, Any]:
-    """The answer to a GET; waits for a daemon that is just starting, as the socket belongs to systemd."""
-    line = http.client.HTTPConnection("localhost", timeout=WAIT_S)
-    line.sock = socket.socket(socket.AF_UNIX)
-    line.sock.connect("/run/amdvgpud/api.sock")
-    line.request("GET", path)
-    answer: dict[str, Any] = json.loads(line.getresponse().read())
-    return answer
-
-
-def names() -> list[str]:
-    return sorted(item["name"] for item in api("/v1/slices")["slices"])
-
-
-def files_of(name: str) -> dict[str, tuple[int, bytes]]:
-    """Inode and content of the slice's policy and ledger."""
-    guest = SLICES / name / "guest"
-    return {p: ((guest / p).stat().st_ino, (guest / p).read_bytes()) for p in ("policy", "ledger")}
-
-
-def used_bytes(name: str) -> int:
-    return sum(gpu["used_bytes"] for gpu in api(f"/v1/slices/{name}/usage")["gpus"])
-
-
-@contextmanager
-def drop_in(name: str, text: str) -> Iterator[None]:
-    path = DROP_INS / f"{name}.conf"
-    path.write_text(text)
-    run("systemctl", "daemon-reload")
-    try:
-        yield
-    finally:
-        path.unlink()
-        run("systemctl", "daemon-reload")
-
-
-KFDCLIENT = "/mnt/kfdclient"
-
-
-def clients() -> list[int]:
-    return [int(pid) for pid in run("pgrep", "-f", f"^{KFDCLIENT}", code=None).split()]
-
-
-@contextmanager
-def program(slice_name: str, gib: int) -> Iterator[int]:
-    """A program in the slice that holds ``gib`` GiB; its pid."""
-    argv = ["amdvgpuctl", "run", "--slice", slice_name, "--require-gate", "-q", "--", KFDCLIENT, "--step", "1G"]
-    started = subprocess.Popen(
-        [*argv, "--count", str(gib), "--hold"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    try:
-        until(
-            f"{gib} GiB of {slice_name} in use",
-            lambda: (clients() and used_bytes(slice_name) == gib << 30) or started.poll() is not None,
-        )
-        assert started.poll() is None, f"the program ended: {started.stdout.read()}"  # type: ignore[union-attr]
-        yield clients()[-1]
-    finally:
-        started.kill()
-        started.wait()
-        run("pkill", "-KILL", "-f", f"^{KFDCLIENT}", code=None)
-        until("the lease has ended", lambda: api("/v1/leases")["leases"] == [])
-
-
-# ----------------------------------------------------------------------------------------------------------- checks
+from tests.e2e.systemd.machine import (
+    DROP_INS,
+    KFDCLIENT,
+    SLICES,
+    SPEC,
+    Skipped,
+    api,
+    check,
+    ctl,
+    cursor,
+    drop_in,
+    files_of,
+    image,
+    install,
+    journal,
+    main,
+    main_pid,
+    names,
+    packages,
+    program,
+    run,
+    show,
+    simulate,
+    until,
+    used_bytes,
+)
 
 
 @check
 def the_packages_install_and_the_daemon_is_ready() -> None:
-    if Path("/mnt/tree").exists():
-        _install_by_hand(Path("/mnt/tree"))
-    else:
-        run("dpkg", "--install", *packages("debs"))
+    install()
     assert show("amdvgpud.service", "ActiveState", "SubState", "Type", "NRestarts") == [
         "active",
         "running",
@@ -169,15 +56,6 @@ def the_packages_install_and_the_daemon_is_ready() -> None:
     assert failed == "", failed
 
 
-def _install_by_hand(tree: Path) -> None:
-    """What the packages' scripts do, for a tree as packaging/stage.py lays it out."""
-    run("cp", "--archive", f"{tree}/.", "/")
-    run("systemd-sysusers", "amdvgpud.conf")
-    run("systemd-tmpfiles", "--create", "amdvgpud.conf")
-    run("systemctl", "daemon-reload")
-    run("systemctl", "enable", "--now", "amdvgpud.socket", "amdvgpud.service")
-
-
 @check
 def without_a_gpu_it_idles() -> None:
     assert api("/v1/gpus")["gpus"] == []
@@ -186,9 +64,7 @@ def without_a_gpu_it_idles() -> None:
 
 @check
 def with_gpus_it_lists_them() -> None:
-    (DROP_INS / "simulate.conf").write_text("[Service]\nEnvironment=AMDVGPUD_SIMULATE=2*mi300x\n")
-    run("systemctl", "daemon-reload")
-    run("systemctl", "restart", "amdvgpud.service")
+    simulate("2*mi300x")
     products = [gpu["product_name"] for gpu in api("/v1/gpus")["gpus"]]
     assert products == ["AMD Instinct MI300X"] * 2, products
     assert ctl("gpu", "list").count("AMD Instinct MI300X") == 2
@@ -236,7 +112,7 @@ def a_rootless_owner_passes_through_to_the_own_slice_only() -> None:
     member = ["setpriv", "--reuid=1234", "--regid=1234", f"--groups={group}"]
     run(*member, "amdvgpuctl", "slice", "create", "owned", "--gpu", "1", "--vram", "1GiB")
     try:
-        assert (SLICES / "owned").stat().st_uid == 1234
+        assert "user:1234:--x" in run("getfacl", "--absolute-names", str(SLICES / "owned"))
         owner = ["setpriv", "--reuid=1234", "--regid=1234", "--clear-groups"]
         assert "mem_banks" in run(*owner, "ls", str(SLICES / "owned" / "guest"))
         run(*owner, "ls", str(SLICES / "alice"), code=2)
@@ -301,7 +177,18 @@ def stop_and_start_keep_slices_and_ledgers() -> None:
 
 @check
 def a_call_starts_a_stopped_daemon() -> None:
-    run("systemctl", "stop", "amdvgpud.service")
+    said = run("systemctl", "stop", "amdvgpud.service")
+    assert "amdvgpud.socket" in said, f"systemctl does not say that the socket starts it again: {said}"
+    assert show("amdvgpud.service", "ActiveState") == ["inactive"]
+    assert names() == ["alice"]
+
+
+@check
+def with_its_socket_stopped_too_it_stays_stopped() -> None:
+    run("systemctl", "stop", "amdvgpud.socket", "amdvgpud.service")
+    assert "no daemon answers" in ctl("slice", "list", code=3)
+    assert show("amdvgpud.service", "ActiveState") == ["inactive"]
+    run("systemctl", "start", "amdvgpud.service")
     assert names() == ["alice"]
 
 
@@ -395,7 +282,7 @@ def it_runs_with_all_drop_ins_on() -> None:
         assert names() == ["alice"]
         status = Path(f"/proc/{main_pid()}/status").read_text()
         effective = int(next(ln for ln in status.splitlines() if ln.startswith("CapEff:")).split()[1], 16)
-        assert effective == 0b101011 | 1 << 19, hex(effective)  # CHOWN, DAC_OVERRIDE, FOWNER, KILL, SYS_PTRACE
+        assert effective == 1 << 1 | 1 << 5 | 1 << 19, hex(effective)  # DAC_OVERRIDE, KILL, SYS_PTRACE
     finally:
         for path in Path("/usr/share/amdvgpud/systemd").glob("*.conf"):
             (DROP_INS / path.name).unlink()
@@ -419,33 +306,47 @@ def the_oneshot_writes_the_file_without_a_daemon_and_steps_back_beside_one() -> 
     run("systemctl", "start", "amdvgpud.service")
 
 
+def _gates_mapped_by(pid: int) -> set[int]:
+    """Inodes of the gate in a program's memory."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return {int(line.split(maxsplit=5)[4]) for line in lines if "libamdvgpu" in line}
+
+
 @check
 def an_upgrade_under_load_keeps_library_ledger_and_socket() -> None:
+    gate = Path("/usr/lib/amdvgpu/libamdvgpu.so")
     with program("alice", 2) as pid:
-        gate = Path("/usr/lib/amdvgpu/libamdvgpu.so")
-        before, daemon, old = files_of("alice"), main_pid(), gate.stat().st_ino
+        before, daemon, old, version = files_of("alice"), main_pid(), gate.stat().st_ino, api("/v1/system")["version"]
+        old_bytes = gate.read_bytes()
         caller = subprocess.Popen(
             ["sh", "-c", "while :; do amdvgpuctl slice list -o json >/run/e2e/answer || exit 1; done"],
             stderr=subprocess.PIPE,
         )
-        run("dpkg", "--install", *packages("newer"))
+        run("dpkg", "--install", *packages("later"))
         until("the new daemon answers", lambda: main_pid() not in (0, daemon) and names() == ["alice"])
         refused = caller.poll()
         caller.kill()
         assert refused is None, f"a call was refused during the upgrade: {caller.stderr.read()!r}"  # type: ignore[union-attr]
+        assert version != "99.0.0"
+        assert api("/v1/system")["version"] == "99.0.0"
+        assert b"the gate of a later version" in gate.read_bytes()
+        assert b"the gate of a later version" not in old_bytes
         assert gate.stat().st_ino != old
-        mapped = [
-            ln.split(maxsplit=5) for ln in Path(f"/proc/{pid}/maps").read_text().splitlines() if "libamdvgpu" in ln
-        ]
-        assert {int(fields[4]) for fields in mapped} == {old}, mapped
+        assert _gates_mapped_by(pid) == {old}
         assert files_of("alice") == before
         assert used_bytes("alice") == 2 << 30
     until("nothing in use", lambda: used_bytes("alice") == 0)
     with program("alice", 1) as pid:
-        mapped = [
-            ln.split(maxsplit=5) for ln in Path(f"/proc/{pid}/maps").read_text().splitlines() if "libamdvgpu" in ln
-        ]
-        assert {int(fields[4]) for fields in mapped} == {gate.stat().st_ino}, mapped
+        assert _gates_mapped_by(pid) == {gate.stat().st_ino}
+
+
+@check
+def going_back_to_the_version_before_keeps_the_slices_too() -> None:
+    with program("alice", 1):
+        before = files_of("alice")
+        run("dpkg", "--install", *packages("packages"))
+        until("the old daemon answers", lambda: api("/v1/system")["version"] != "99.0.0")
+        assert (names(), files_of("alice"), used_bytes("alice")) == (["alice"], before, 1 << 30)
 
 
 @check
@@ -453,26 +354,12 @@ def podman_gives_a_container_its_slice() -> None:
     if not Path("/usr/bin/podman").exists():
         raise Skipped("no podman in this root")
     podman = ["podman", "--runtime=runc", "--cgroup-manager=cgroupfs", "--events-backend=file"]
-    run(*podman, "import", str(_image()), "localhost/glibc:1")
+    run(*podman, "import", str(image()), "localhost/glibc:1")
     options = ["--rm", "--network=host", "--pids-limit=0", "--device=amdvgpu.io/slice=alice"]
     container = [*podman, "run", *options, "localhost/glibc:1", "/mnt/kfdclient", "--step", "1G", "--free", "--count"]
     assert "ENOMEM" not in run(*container, "16")
     assert "ENOMEM" in run(*container, "17")
     assert used_bytes("alice") == 0
-
-
-def _image() -> Path:
-    """The client of the KFD with this system's own C library: the simulated KFD was built for that one."""
-    path = Path("/tmp/image.tar")
-    libraries = [word for word in run("ldd", KFDCLIENT).split() if word.startswith("/")]
-    with tarfile.open(path, "w") as tar:
-        for folder in ("dev", "etc", "proc", "run", "sys", "tmp", "usr/lib"):
-            entry = tarfile.TarInfo(folder)
-            entry.type, entry.mode = tarfile.DIRTYPE, 0o755
-            tar.addfile(entry)
-        for file in (KFDCLIENT, *libraries):
-            tar.add(Path(file).resolve(), arcname=file)
-    return path
 
 
 @check
@@ -525,33 +412,5 @@ def removal_stops_it_and_purge_leaves_nothing() -> None:
     assert failed == "", failed
 
 
-class Skipped(Exception):
-    pass
-
-
-def main() -> None:
-    DROP_INS.mkdir(parents=True, exist_ok=True)
-    wanted, failed = sys.argv[1:], 0
-    for function in checks:
-        name = function.__name__.replace("_", " ")
-        if wanted and not any(word in name for word in wanted):
-            continue
-        started = time.monotonic()
-        # The checks start it more often in a minute than the unit allows.
-        run("systemctl", "reset-failed", "amdvgpud.service", code=None)
-        try:
-            function()
-            print(f"ok {name} ({time.monotonic() - started:.1f} s)", flush=True)
-        except Skipped as reason:
-            print(f"skipped {name}: {reason}", flush=True)
-        except Exception as error:
-            failed += 1
-            where = traceback.extract_tb(error.__traceback__)[-1].lineno
-            said = str(error).replace("\n", "\n    ") or traceback.format_exc().replace("\n", "\n    ")
-            print(f"not ok {name}: line {where}: {said}", flush=True)
-            print("    journal: " + journal()[-1500:].replace("\n", "\n    "), flush=True)
-    sys.exit(1 if failed else 0)
-
-
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
