@@ -103,7 +103,8 @@ def test_the_oneshot_is_locked_in_as_the_daemon_is() -> None:
     oneshot = keys((SYSTEMD / "amdvgpud-cdi-refresh.service").read_text())
     sandbox = re.compile(r"Protect|Restrict|Private|System(Call)|Capab|Ambient|Device|Memory|Lock|NoNew|Keyring|UMask")
     differ = {key for key in SERVICE | oneshot if sandbox.match(key) and SERVICE.get(key) != oneshot.get(key)}
-    assert differ == {"RestrictAddressFamilies", "PrivateNetwork"}
+    assert differ == {"RestrictAddressFamilies", "PrivateNetwork", "DeviceAllow"}
+    assert set(oneshot["DeviceAllow"]) < set(SERVICE["DeviceAllow"])  # it has no child that hears the KFD's events
 
 
 def test_the_group_of_the_socket_is_made() -> None:
