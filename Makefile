@@ -76,3 +76,9 @@ e2e-systemd: packages
 .PHONY: stubs
 stubs: build/.tested
 	$(BIN)/python amdvgpud/serve/pb/generate.py
+
+# make e2e-k8s  a cluster of one real node (kubelet, kube-apiserver, etcd, kube-scheduler, containerd), simulated GPUs, pods
+#               (root, Go; the first time about 20 minutes; tests/e2e/k8s/README.md)
+.PHONY: e2e-k8s
+e2e-k8s: build/.tested
+	AMDVGPU_E2E=k8s $(BIN)/pytest tests/e2e/k8s $(ARGS)

@@ -1,0 +1,44 @@
+"""The cluster of these tests: started once, by ``make e2e-k8s`` only; see README.md."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from tests.e2e.conftest import _corner
+from tests.e2e.k8s.cluster import IMAGE, Cluster
+
+# On demand: it compiles a kubelet. Asked for, it runs or fails; not asked for, its files are not even read.
+collect_ignore_glob = [] if "k8s" in os.environ.get("AMDVGPU_E2E", "").split(",") else ["test_*.py"]
+
+HERE: Final = Path(__file__).resolve().parent
+
+
+@pytest.fixture(scope="session")
+def programs() -> Path:
+    """The folder with the real kubelet and the others."""
+    built = subprocess.run([str(HERE / "build")], stdout=subprocess.PIPE, text=True, check=True)
+    return Path(built.stdout.strip())
+
+
+@pytest.fixture(scope="session")
+def cluster(
+    programs: Path, containers_conf: Path, glibc_tar: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
+    """A cluster node that is ready, without a device plugin and without HAMi."""
+    for corner in _corner(containers_conf, "runc", "as-is", {}):
+        made = Cluster.prepare(corner, programs, tmp_path_factory.mktemp("cluster"))
+        try:
+            made.start_etcd()
+            made.start_containerd({IMAGE: glibc_tar})
+            made.start_apiserver()
+            made.start_scheduler()
+            made.start_kubelet()
+            yield made
+        finally:
+            made.end()
