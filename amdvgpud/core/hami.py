@@ -58,6 +58,11 @@ BIND_PHASE: Final = "hami.io/bind-phase"
 BIND_TIME: Final = "hami.io/bind-time"
 CU_ALLOCATED: Final = "hami.io/amd-cu-allocated"
 
+REGISTERED_AT: Final = "amdvgpu.io/registered"
+"""Ours, on the Node: when the registration was last found true. It ages where the daemon has crashed."""
+SERVED: Final = "amdvgpu.io/served"
+"""Ours, on the pod: which of the kubelet's devices each container was served for, so that it is served once."""
+
 ALLOCATING: Final = "allocating"
 SUCCESS: Final = "success"
 FAILED: Final = "failed"
@@ -199,10 +204,17 @@ def _custominfo(gpu: Gpu, partition: Partition, cut: bool) -> dict[str, object]:
     return facts
 
 
-def with_missing(now: Sequence[Offer], before: Sequence[Offer]) -> tuple[Offer, ...]:
-    """``now``, and what was offered ``before`` and is gone, with no health: the scheduler keeps what it once read."""
-    there = {offer.id for offer in now}
-    gone = [replace(offer, health=False) for offer in before if offer.id not in there]
+def with_missing(now: Sequence[Offer], before: Sequence[Offer], inventory: Inventory) -> tuple[Offer, ...]:
+    """``now``, and what was offered ``before`` of GPUs that are gone, with no health.
+
+    A Partition that is gone because its GPU is cut anew is left out: nobody can come back to it.
+    """
+    here = {str(gpu.id) for gpu in inventory.gpus} | {offer.id for offer in now}
+    gone = [
+        replace(offer, health=False)
+        for offer in before
+        if offer.id not in here and offer.partition.rpartition("/")[0] not in here
+    ]
     return (*now, *(replace(offer, index=len(now) + i) for i, offer in enumerate(gone)))
 
 
@@ -472,6 +484,20 @@ def _ranges(text: object) -> CuSet:
     if not mask:
         raise Invalid(f"{text[:40]!r} names no CU")
     return CuSet.from_mask(mask)
+
+
+def format_served(served: Mapping[int, Iterable[str]]) -> str:
+    """``{"<ordinal>":["<the kubelet's device id>",…]}``."""
+    return _go_json({str(ordinal): sorted(served[ordinal]) for ordinal in sorted(served)})
+
+
+def parse_served(text: str) -> dict[int, frozenset[str]]:
+    """Nothing where it cannot be understood: a pod may have written it, and is then served by the scheduler's word."""
+    try:
+        found = json.loads(text or "{}")
+        return {int(ordinal): frozenset(map(str, ids)) for ordinal, ids in found.items()}
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        return {}
 
 
 # -------------------------------------------------------------------------------------------------------- node lock

@@ -165,8 +165,14 @@ def test_a_gpu_that_must_not_be_used_is_offered_without_health_never_left_out() 
 
 def test_a_gpu_that_went_is_kept_without_health() -> None:
     before = offers(an_inventory())
-    kept = hami.with_missing(offers(Inventory((TWO,))), before)
+    kept = hami.with_missing(offers(Inventory((TWO,))), before, Inventory((TWO,)))
     assert [(o.id, o.index, o.health) for o in kept] == [(TWO.id, 0, True), (ONE.id, 1, False)]
+
+
+def test_a_partition_that_went_because_its_gpu_is_cut_anew_is_left_out() -> None:
+    before, now = Inventory((in_mode(ONE, "CPX"),)), Inventory((in_mode(ONE, "DPX"),))
+    kept = hami.with_missing(offers(now, mode=Mode.PARTITION), offers(before, mode=Mode.PARTITION), now)
+    assert [o.id for o in kept] == [f"{ONE.id}-{i}#dpx" for i in range(2)]
 
 
 def test_what_others_than_pods_were_promised_is_not_dealt_out_by_the_scheduler() -> None:
@@ -463,6 +469,17 @@ def test_blanks_and_empty_items_between_cus_are_let_pass() -> None:
 def test_what_is_no_list_of_cus_is_refused(text: str) -> None:
     with pytest.raises(Invalid):
         hami.parse_cus(text)
+
+
+def test_what_was_served_is_read_and_written_alike() -> None:
+    text = '{"0":["a#1","a#2"],"1":["b#0"]}'
+    assert hami.parse_served(text) == {0: frozenset({"a#1", "a#2"}), 1: frozenset({"b#0"})}
+    assert hami.format_served(hami.parse_served(text)) == text
+
+
+@pytest.mark.parametrize("text", ["", "[", "[]", "1", '{"x":["a"]}', '{"0":1}', '{"0":null}'])
+def test_what_a_pod_may_have_written_as_served_serves_nothing(text: str) -> None:
+    assert hami.parse_served(text) == {}
 
 
 # -------------------------------------------------------------------------------------------------------- lock

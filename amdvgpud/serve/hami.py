@@ -1,0 +1,604 @@
+"""The node's side of HAMi: what its scheduler is told, and what a pod that it has sent here gets.
+
+Owns the registration and its truth, the way from a call of the kubelet to the pod that is meant, and what becomes of
+node lock and bind phase on every way out of that. Placement is the Node's, the texts are :mod:`amdvgpud.core.hami`'s,
+pods that end are :mod:`amdvgpud.serve.pods`'s.
+
+A call of the kubelet names devices and no pod. The scheduler binds one pod at a time and writes its name into the node
+lock, so the pod that the lock names is the one; only without a lock are the pods searched, and then what they carry may
+have been written by anybody. Either way the Book decides what is free, never a pod's text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Final
+
+from amdvgpud.core import hami, plan
+from amdvgpud.core.errors import AmdvgpuError, Conflict, HostFailure, Invalid, NoRoom, NotFound, Stale
+from amdvgpud.core.hami import Container, Mode, Offer
+from amdvgpud.core.health import Health
+from amdvgpud.core.model import GpuId, Holder, Request, Slice, SliceName
+from amdvgpud.core.modes import parse_target
+from amdvgpud.node import Node, NodeView
+from amdvgpud.serve.kubeapi import ClusterNode, KubeApi, Pod, PodContainer
+from amdvgpud.serve.pods import PodWatch, waiting_of
+from amdvgpud.serve.resources import Device, Grant, GrantMount, numa_node_of
+
+log = logging.getLogger(__name__)
+
+REGISTER_S: Final = 30.0
+AGAIN_S: Final = 5.0
+HEARTBEAT_S: Final = 300.0
+"""How old the time of a registration may get before it is written again although nothing else has changed."""
+LOCK_TRIES: Final = 5
+LOCK_PAUSE_S: Final = 0.1
+GATE_IN_HAMI: Final = "/usr/local/vgpu/libamvgpu.so"
+"""Where HAMi's documentation says that the library is."""
+
+Deliver = Callable[[Sequence[Slice]], Grant]
+"""What a container gets that is given these slices: all of them whole Partitions, or none is without the gate."""
+
+
+@dataclass(frozen=True, slots=True)
+class HamiSettings:
+    cluster_node: str
+    mode: Mode = Mode.CU
+    """Where the Node's annotation does not say."""
+    compute_partition: str = ""
+    """The compute mode for idle GPUs in mode ``partition``, likewise; empty: as they are."""
+    split_count: int = 0
+    gate: str = ""
+    """The gate on the host, for HAMi's place; empty: not there."""
+
+
+class HamiSide:
+    """What runs as long as the daemon, and the one resource that the kubelet is told of once it is known."""
+
+    def __init__(
+        self,
+        node: Node,
+        api: KubeApi,
+        settings: HamiSettings,
+        pods: PodWatch,
+        deliver: Deliver,
+        *,
+        now_s: Callable[[], float] = time.time,
+        pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        jitter: Callable[[], float] = random.random,
+    ) -> None:
+        self._node = node
+        self._api = api
+        self._settings = settings
+        self._now_s = now_s
+        self._pause = pause
+        self._lock = NodeLock(api, settings.cluster_node, pause=pause, jitter=jitter)
+        self._mode: Mode | None = None
+        self._offered: tuple[Offer, ...] = ()
+        self._said = ""
+        self._fit: dict[GpuId, Health | None] | None = None
+        self.resource = HamiResource(node, api, settings, pods, deliver, self._lock, self.offers)
+
+    @property
+    def ready(self) -> bool:
+        """Whether the mode is known: before that nothing is offered, to nobody."""
+        return self._mode is not None
+
+    @property
+    def mode(self) -> Mode:
+        return self._mode or self._settings.mode
+
+    def offers(self, view: NodeView) -> tuple[Offer, ...]:
+        """What is offered now; what was and is gone stays, without health."""
+        now = hami.offers(view.inventory, view.book, view.health, mode=self.mode, splits=self._settings.split_count)
+        self._offered = hami.with_missing(now, self._offered, view.inventory)
+        return self._offered
+
+    async def run(self) -> None:
+        """Until cancelled: learn the mode, then keep the registration true and tell of health."""
+        trouble = ""
+        while True:
+            try:
+                await self.keep()
+            except AmdvgpuError as error:
+                if str(error) != trouble:
+                    trouble = str(error)
+                    log.warning("HAMi's scheduler cannot be told of this node, each %g s again: %s", AGAIN_S, error)
+                await self._pause(AGAIN_S)
+                continue
+            trouble = ""
+            await self._until_due()
+
+    async def _until_due(self) -> None:
+        """The interval, or less if what is offered changes: only then is the API asked before its time."""
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + REGISTER_S
+        while (left_s := deadline_s - loop.time()) > 0:
+            seen = self._node.events_since(0)[1]
+            if self._registration(self._node.view()) != self._said:
+                return
+            await self._node.wait_event(seen, left_s)
+
+    async def keep(self) -> None:
+        """One look: the annotation is made to say what is so, whoever changed it; a lock that nobody needs goes."""
+        cluster = await self._api.get_node(self._settings.cluster_node)
+        if not self.ready:
+            await self._learn_mode(cluster)
+        view = self._node.view()
+        said = text = self._registration(view)
+        if not self._offered:
+            # An empty list, or none, withdraws nothing while the kubelet still counts devices of an earlier start.
+            text = hami.format_withdrawn(cluster.annotations.get(hami.REGISTRATION, "[]"))
+        now_s = self._now_s()
+        if cluster.annotations.get(hami.REGISTRATION) != text or _age_s(cluster, now_s) > HEARTBEAT_S:
+            notes = {hami.REGISTRATION: text, hami.REGISTERED_AT: _rfc3339(now_s)}
+            await self._api.patch_node(self._settings.cluster_node, annotations=notes)
+            log.info("HAMi's scheduler was told of %d GPUs or partitions.", len(self._offered))
+        self._said = said
+        await self._tell_health(view)
+        await self._lock.release_if_stuck(cluster)
+
+    async def withdraw(self) -> None:
+        """For a stop for good: the GPUs stay registered, and none is healthy, so that nothing more is sent here."""
+        cluster = await self._api.get_node(self._settings.cluster_node)
+        if (text := cluster.annotations.get(hami.REGISTRATION)) is not None:
+            notes = {hami.REGISTRATION: hami.format_withdrawn(text), hami.REGISTERED_AT: None}
+            await self._api.patch_node(self._settings.cluster_node, annotations=notes)
+
+    def _registration(self, view: NodeView) -> str:
+        return hami.format_registration(self.offers(view))
+
+    async def _learn_mode(self, cluster: ClusterNode) -> None:
+        """The Node's annotation beats the configuration, as HAMi has it. Read once: a mode under pods is no mode."""
+        text = cluster.annotations.get(hami.OPERATING_MODE)
+        mode = self._settings.mode
+        if text is not None:
+            try:
+                mode = Mode(text.strip().lower())
+            except ValueError:
+                log.warning("%s says %r, which is neither cu nor partition: cu it is.", hami.OPERATING_MODE, text)
+                mode = Mode.CU
+        wanted = cluster.annotations.get(hami.COMPUTE_PARTITION, self._settings.compute_partition)
+        if mode is Mode.PARTITION and wanted:
+            try:
+                target = parse_target(wanted)
+            except Invalid as error:
+                log.warning("%s: %s; GPUs stay as they are.", hami.COMPUTE_PARTITION, error)
+            else:
+                await self._node.apply_targets([("all", target)])
+        self._mode = mode
+
+    async def _tell_health(self, view: NodeView) -> None:
+        """Events on the Node, for people. The first look is only the baseline; none of it is worth a failure."""
+        here: dict[GpuId, Health | None] = {gpu.id: view.health.get(gpu.id, Health()) for gpu in view.inventory.gpus}
+        before = self._fit
+        self._fit = here if before is None else dict.fromkeys(before) | here
+        for gpu, health in self._fit.items() if before is not None else ():
+            is_ = _state(health)
+            if is_ == _state((before or {}).get(gpu, Health())):
+                continue
+            message = f"{gpu} is not there any more" if health is None else f"{gpu}: {health.reason or 'it works'}"
+            try:
+                await self._api.tell_of_node(
+                    self._settings.cluster_node, is_, message, warning=is_ != hami.EVENT_RECOVERED, now_s=self._now_s()
+                )
+            except AmdvgpuError as error:
+                log.warning("The event %s of %s could not be written: %s", is_, gpu, error)
+
+
+def _state(health: Health | None) -> str:
+    if health is None:
+        return hami.EVENT_MISSING
+    return hami.EVENT_RECOVERED if health.placeable else hami.EVENT_UNHEALTHY
+
+
+def _rfc3339(at_s: float) -> str:
+    return datetime.fromtimestamp(at_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _age_s(cluster: ClusterNode, now_s: float) -> float:
+    try:
+        at = datetime.fromisoformat(cluster.annotations.get(hami.REGISTERED_AT, ""))
+        return now_s - at.timestamp()
+    except ValueError:
+        return float("inf")
+
+
+# ---------------------------------------------------------------------------------------------------------- the lock
+
+
+class NodeLock:
+    """HAMi's lock on this node, which the scheduler takes for a pod and we release. Shared with other vendors."""
+
+    def __init__(
+        self,
+        api: KubeApi,
+        cluster_node: str,
+        *,
+        pause: Callable[[float], Awaitable[None]],
+        jitter: Callable[[], float],
+    ) -> None:
+        self._api = api
+        self._cluster_node = cluster_node
+        self._pause = pause
+        self._jitter = jitter
+
+    async def release(self, namespace: str, pod: str, *, exactly: str | None = None) -> None:
+        """Release it if it is this pod's (``exactly``: and still of this very text). Whose it is is asked on each try.
+
+        ``HostFailure`` or ``Stale`` if it could not be; it is tried again later (:meth:`release_if_stuck`).
+        """
+        for attempt in range(LOCK_TRIES):
+            try:
+                cluster = await self._api.get_node(self._cluster_node)
+                text = cluster.annotations.get(hami.LOCK)
+                if text is None or exactly not in (None, text) or not _is_of(text, namespace, pod):
+                    return
+                await self._api.patch_node(
+                    self._cluster_node,
+                    annotations={hami.LOCK: None},
+                    resource_version=cluster.metadata.resource_version,
+                )
+                return
+            except (HostFailure, Stale):
+                if attempt + 1 == LOCK_TRIES:
+                    raise
+            await self._pause(LOCK_PAUSE_S * 2**attempt * (1 + self._jitter() / 2))
+
+    async def release_if_stuck(self, cluster: ClusterNode) -> None:
+        """Release a lock whose pod is gone, or has been bound or refused: who should have done it has crashed."""
+        text = cluster.annotations.get(hami.LOCK)
+        if text is None:
+            return
+        try:
+            lock = hami.parse_lock(text)
+        except Invalid as error:
+            log.warning("The scheduler will break it when it is old enough: %s", error)
+            return
+        if lock.namespace is None or lock.pod is None:
+            return
+        try:
+            pod = await self._api.get_pod(lock.namespace, lock.pod)
+            done = pod.ended or pod.annotations.get(hami.BIND_PHASE) in (hami.SUCCESS, hami.FAILED)
+        except NotFound:
+            done = True
+        if done:
+            await self.release(lock.namespace, lock.pod, exactly=text)
+            log.warning("The node lock of %s/%s was left behind, and is released.", lock.namespace, lock.pod)
+
+
+def _is_of(text: str, namespace: str, pod: str) -> bool:
+    try:
+        return hami.parse_lock(text).is_of(namespace, pod)
+    except Invalid:
+        return False
+
+
+# ------------------------------------------------------------------------------------------------------ the resource
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """One container to be served: the pod's ``ordinal``-th that asks for GPUs, and its place in the pod's text."""
+
+    pod: Pod
+    position: int
+    ordinal: int
+    grants: Container
+    container: PodContainer | None
+
+    @property
+    def holder(self) -> Holder:
+        return Holder(f"{self.pod}/{self.container.name if self.container else self.ordinal}")
+
+
+class HamiResource:
+    """``amd.com/gpu``: a :class:`amdvgpud.serve.resources.Resource` whose devices mean nothing but a count."""
+
+    name: Final = hami.COUNT_RESOURCE
+
+    def __init__(
+        self,
+        node: Node,
+        api: KubeApi,
+        settings: HamiSettings,
+        pods: PodWatch,
+        deliver: Deliver,
+        lock: NodeLock,
+        offers: Callable[[NodeView], tuple[Offer, ...]],
+    ) -> None:
+        self._node = node
+        self._api = api
+        self._settings = settings
+        self._pods = pods
+        self._deliver = deliver
+        self._lock = lock
+        self._offers = offers
+        self._turn = asyncio.Lock()
+        """The node lock does not keep two calls for one pod apart."""
+        self._undoing: set[asyncio.Task[Grant]] = set()
+
+    def devices(self, view: NodeView) -> Sequence[Device]:
+        """``<id>#<slot>``, as many of a GPU as containers may share it; health as in the registration."""
+        found = []
+        for offer in self._offers(view):
+            partition = view.inventory.partition(offer.partition)
+            numa_node = None if partition is None else numa_node_of(partition)
+            found += [Device(f"{offer.id}#{slot}", offer.health, numa_node) for slot in range(offer.count)]
+        return found
+
+    def prefer(self, view: NodeView, available: Sequence[str], must_include: Sequence[str], size: int) -> Sequence[str]:
+        """Slots of the GPUs that the scheduler has chosen for the pod that waits, so that the kubelet's books agree.
+
+        One slot of a GPU each: a request never means two of one. Without a pod that waits, slots of different GPUs.
+        """
+        waiting = waiting_of(self._pods.pods, self._settings.cluster_node)
+        chosen = hami.first_waiting(waiting[0].annotations[hami.WAITING]) if waiting else None
+        order = {grant.id: rank for rank, grant in enumerate(chosen[1])} if chosen else {}
+        found = list(must_include)
+        taken = {device.rpartition("#")[0] for device in found}
+        # Twice: first no GPU two times, then whatever is left.
+        for again in (False, True):
+            for device in sorted(available, key=lambda each: order.get(each.rpartition("#")[0], len(order))):
+                gpu = device.rpartition("#")[0]
+                if len(found) < size and device not in found and (again or gpu not in taken):
+                    found.append(device)
+                    taken.add(gpu)
+        return found
+
+    async def allocate(self, ids: Sequence[str]) -> Grant:
+        """What the pod that is meant gets. Cancelled, it undoes what it has done, whoever waits for that."""
+        work = asyncio.create_task(self._alone(frozenset(ids)), name="allocate")
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            work.cancel()
+            self._undoing.add(work)
+            work.add_done_callback(self._undone)
+            raise
+
+    def _undone(self, work: asyncio.Task[Grant]) -> None:
+        self._undoing.discard(work)
+        if not work.cancelled() and work.exception() is not None:
+            log.warning("An allocation that nobody waits for any more: %s", work.exception())
+
+    async def _alone(self, ids: frozenset[str]) -> Grant:
+        async with self._turn:
+            pod, again = await self._meant(ids)
+            if again is not None:
+                grant = self._answer(pod, again)
+                await self._bound(pod)
+                return grant
+            done: list[SliceName] = []
+            try:
+                return await self._serve(pod, ids, done)
+            except BaseException:
+                await self._fail(pod, done)
+                raise
+
+    # ------------------------------------------------------------------------------------- which pod is meant
+
+    async def _meant(self, ids: frozenset[str]) -> tuple[Pod, int | None]:
+        """The pod, and which of its containers was served for ``ids`` already (None: none, so the next is meant)."""
+        cluster = await self._api.get_node(self._settings.cluster_node)
+        text = cluster.annotations.get(hami.LOCK)
+        lock = None if text is None else hami.parse_lock(text)
+        if lock is not None and lock.namespace is not None and lock.pod is not None:
+            try:
+                pod = await self._api.get_pod(lock.namespace, lock.pod)
+            except NotFound:
+                await self._lock.release(lock.namespace, lock.pod, exactly=text)
+            else:
+                return pod, self._served(pod, ids)
+        pods = {pod.metadata.uid: pod for pod in await self._api.list_pods(self._settings.cluster_node)}
+        for pod in pods.values():
+            if not pod.ended and (again := self._served(pod, ids)) is not None:
+                return pod, again
+        for pod in waiting_of(pods, self._settings.cluster_node):
+            turn = _turn(pod)
+            if turn is not None and turn.container is not None and _is_plausible(turn, ids):
+                log.warning("No node lock names a pod; %s waits, and is taken for the one.", pod)
+                return pod, None
+        raise NotFound(f"no binding pod found on node {self._settings.cluster_node}")
+
+    def _served(self, pod: Pod, ids: frozenset[str]) -> int | None:
+        """The container that has ``ids`` and its slices; None where another of the pod waits for them.
+
+        The kubelet gives the devices of an init container that ends to a later container of the same pod.
+        """
+        book = self._node.view().book
+        for ordinal, served in sorted(hami.parse_served(pod.annotations.get(hami.SERVED, "")).items(), reverse=True):
+            if served != ids or not _slices_of(book.slices, pod.metadata.uid, ordinal):
+                continue
+            container = _container(pod, ordinal)
+            ends = container is not None and container in (pod.spec.init_containers or ())
+            ends = ends and container is not None and container.restart_policy != "Always"
+            if not (ends and hami.is_waiting(pod.annotations.get(hami.WAITING, ""))):
+                return ordinal
+        return None
+
+    # ------------------------------------------------------------------------------------------- serving it
+
+    async def _serve(self, pod: Pod, ids: frozenset[str], done: list[SliceName]) -> Grant:
+        """``done`` tells the caller what there may be to undo."""
+        here = self._settings.cluster_node
+        for where in (pod.annotations.get(hami.ASSIGNED_NODE, ""), pod.spec.node_name):
+            if where != here:
+                raise Invalid(f"{pod} was assigned to node {where!r}, and this is {here!r}")
+        turn = _turn(pod)
+        if turn is None:
+            raise Conflict(f"{pod}: none of its containers waits for a GPU")
+        if len(turn.grants) != len(ids):
+            raise Invalid(
+                f"{pod}: the scheduler has chosen {len(turn.grants)} GPUs for {turn.holder.text}, and the kubelet "
+                f"{len(ids)}"
+            )
+        for request in self._requests(turn):
+            done.append(request.name)
+            await self._hold(request, turn.holder)
+        grant = self._answer(pod, turn.ordinal)
+        await self._bound(await self._write(turn, ids))
+        return grant
+
+    async def _bound(self, pod: Pod) -> None:
+        """The next pod may come if no container of this one waits. A release that fails is made up for later."""
+        if hami.is_waiting(pod.annotations.get(hami.WAITING, "")):
+            return
+        try:
+            await self._lock.release(pod.metadata.namespace, pod.metadata.name)
+        except AmdvgpuError as error:
+            log.warning("%s is served, but its node lock could not be released yet: %s", pod, error)
+
+    def _requests(self, turn: _Turn) -> tuple[Request, ...]:
+        view = self._node.view()
+        there = {
+            offer.id: partition
+            for offer in self._offers(view)
+            if (partition := view.inventory.partition(offer.partition))
+        }
+        limits = {where: at.vram_limit_bytes for where, at in plan.capacities(view.book, view.inventory).items()}
+        priority = turn.container.limit(hami.PRIORITY_RESOURCE) if turn.container else None
+        return hami.requests(
+            turn.pod.metadata.uid,
+            turn.ordinal,
+            hami.wishes(turn.grants, there, limits),
+            priority=hami.priority_of(priority),
+            oversubscribed=frozenset(gpu for gpu, ratio in view.book.oversubscription.items() if ratio > 1),
+        )
+
+    async def _hold(self, request: Request, holder: Holder) -> None:
+        """The slice and its lease. One that is there was made for this container by a call whose answer was lost."""
+        there = self._node.view().book.slices.get(request.name)
+        if there is not None and there.request == request and request.name not in self._node.view().lost:
+            return
+        if there is not None:
+            await self._drop(request.name)
+        try:
+            await self._node.grant_lease(holder, request=request)
+        except NoRoom:
+            # The scheduler gives away what an ended pod had at once; we wait a while. Now is the time to look.
+            if not await self._pods.release_ended(0):
+                raise
+            await self._node.grant_lease(holder, request=request)
+
+    async def _drop(self, name: SliceName) -> None:
+        try:
+            await self._node.delete_slice(name, force=True)
+        except NotFound:
+            return
+        except AmdvgpuError as error:
+            log.warning("%s could not be released, it goes with its pod: %s", name, error)
+
+    async def _write(self, turn: _Turn, ids: frozenset[str]) -> Pod:
+        """Erase the container, say what it got, and if it was the last one, that the pod is bound: in one patch."""
+        pod = turn.pod
+        view = self._node.view()
+        waiting = hami.without_waiting(pod.annotations[hami.WAITING], turn.position)
+        served = hami.parse_served(pod.annotations.get(hami.SERVED, "")) | {turn.ordinal: ids}
+        notes: dict[str, str | None] = {hami.WAITING: waiting, hami.SERVED: hami.format_served(served)}
+        names = {offer.partition: offer.id for offer in self._offers(view)}
+        if cus := hami.cus_of_pod(pod.metadata.uid, view.book, names):
+            notes[hami.CU_ALLOCATED] = hami.format_cus(cus)
+        if not hami.is_waiting(waiting):
+            notes[hami.BIND_PHASE] = hami.SUCCESS
+        try:
+            return await self._api.patch_pod(pod, notes)
+        except HostFailure:
+            # The answer may have been lost, and not the patch.
+            there = await self._api.get_pod(pod.metadata.namespace, pod.metadata.name)
+            if there.metadata.uid == pod.metadata.uid and notes.items() <= there.annotations.items():
+                return there
+            raise
+
+    async def _fail(self, pod: Pod, done: Sequence[SliceName]) -> None:
+        """Free what it got, say that it was not bound, and let the next one come: each for itself.
+
+        The kubelet refuses a pod whole, so what its other containers got goes too, while nothing of it can run. What
+        the API does not take now, :meth:`NodeLock.release_if_stuck` or the scheduler does later.
+        """
+        uid = pod.metadata.uid
+        if pod.status.phase == "Pending":
+            others = [name for name in self._node.view().book.slices if hami.pod_uid(name) == uid]
+            done = list(dict.fromkeys([*done, *others]))
+        for name in done:
+            # In turn behind a grant that is still under way although its caller has gone.
+            await self._drop(name)
+        try:
+            await self._api.patch_pod(pod, {hami.BIND_PHASE: hami.FAILED})
+        except AmdvgpuError as error:
+            log.warning("%s: that it was not bound could not be written: %s", pod, error)
+        try:
+            await self._lock.release(pod.metadata.namespace, pod.metadata.name)
+        except AmdvgpuError as error:
+            log.warning("%s: its node lock could not be released yet: %s", pod, error)
+
+    def _answer(self, pod: Pod, ordinal: int) -> Grant:
+        """What the container gets. All GPUs whole: their nodes and nothing else, no gate and no mask."""
+        view = self._node.view()
+        slices = _slices_of(view.book.slices, pod.metadata.uid, ordinal)
+        grant = self._deliver(slices)
+        container = _container(pod, ordinal)
+        priority = container.limit(hami.PRIORITY_RESOURCE) if container else None
+        wanted = hami.container_environment(slices, view.inventory, priority)
+        sliced = any(share.cus is not None for item in slices for share in item.shares)
+        added = (GrantMount(self._settings.gate, GATE_IN_HAMI),) if sliced and self._settings.gate else ()
+        if len(slices) > 1:
+            # By CDI each device brings its own variables, and of two that differ the last one wins, which would hide a
+            # GPU. So here all is told in full.
+            rest = [(key, value) for key, value in grant.environment if key not in wanted]
+            return Grant(
+                environment=(*rest, *wanted.items()), mounts=grant.mounts, nodes=grant.nodes, added_mounts=added
+            )
+        brought = {key for key, _ in grant.environment}
+        return Grant(
+            cdi_devices=grant.cdi_devices,
+            environment=grant.environment,
+            mounts=grant.mounts,
+            nodes=grant.nodes,
+            added_environment=tuple((key, value) for key, value in wanted.items() if key not in brought),
+            added_mounts=added,
+        )
+
+
+def _slices_of(slices: Mapping[SliceName, Slice], uid: str, ordinal: int) -> list[Slice]:
+    first = hami.pod_slice(uid, ordinal)
+    return [item for name, item in sorted(slices.items()) if name == first or name.startswith(f"{first}.")]
+
+
+def _asking(pod: Pod) -> list[PodContainer]:
+    """The containers that ask for GPUs, in the order in which the kubelet allocates."""
+    every = (*(pod.spec.init_containers or ()), *(pod.spec.containers or ()))
+    return [container for container in every if container.limit(hami.COUNT_RESOURCE)]
+
+
+def _container(pod: Pod, ordinal: int) -> PodContainer | None:
+    asking = _asking(pod)
+    return asking[ordinal] if ordinal < len(asking) else None
+
+
+def _turn(pod: Pod) -> _Turn | None:
+    """The pod's next container; None: none waits. ``Invalid`` where its text is no allocation."""
+    text = pod.annotations.get(hami.WAITING, "")
+    waiting = hami.first_waiting(text)
+    if waiting is None:
+        return None
+    left = sum(1 for grants in hami.parse_allocation(text) if grants)
+    total = sum(1 for grants in hami.parse_allocation(pod.annotations.get(hami.ALLOCATED, text)) if grants)
+    ordinal = max(0, total - left)
+    return _Turn(pod, waiting[0], ordinal, waiting[1], _container(pod, ordinal))
+
+
+def _is_plausible(turn: _Turn, ids: frozenset[str]) -> bool:
+    """Whether the pod's text can be the scheduler's, where no lock says so: it fits the pod's own request and the call,
+    and what waits is the end of what was allocated."""
+    notes = turn.pod.annotations
+    waiting = [grants for grants in hami.parse_allocation(notes[hami.WAITING]) if grants]
+    allocated = [grants for grants in hami.parse_allocation(notes.get(hami.ALLOCATED, "")) if grants]
+    asked = turn.container.limit(hami.COUNT_RESOURCE) if turn.container else None
+    return asked == len(turn.grants) == len(ids) and allocated[turn.ordinal :] == waiting

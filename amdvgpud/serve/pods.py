@@ -1,0 +1,174 @@
+"""Pods of this node as the API has them, and the end of the slices that they leave behind.
+
+Owns when a pod is over for us. A slice is promised VRAM and CUs that another pod would be given next, so it goes only
+when all say that nothing can run in it: the API, asked anew just then (a watch may be behind, or broken); of a pod that
+was deleted the kubelet too, where it can be asked; and the slice's ledger. While any of them says otherwise, or cannot
+be asked, the slice stays.
+
+The other way round nobody asks: a slice without a pod is all that the Book and the API differ in, whatever happened to
+daemon, kubelet or node in between, and the first look after a start finds it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Final
+
+from amdvgpud.core import hami
+from amdvgpud.core.errors import AmdvgpuError, NotFound
+from amdvgpud.core.model import SliceName
+from amdvgpud.node import Node
+from amdvgpud.serve.kubeapi import KubeApi, Listed, Pod
+
+log = logging.getLogger(__name__)
+
+LOOK_S: Final = 5.0
+"""Between two looks at slices whose pod is over. A pod that ends is looked at at once, too."""
+GRACE_S: Final = 5.0
+"""After a pod was deleted: its last process may still be ending (a forced deletion asks nobody). Guessed."""
+SAID_S: Final = 60.0
+"""A slice that is held up longer is said in the log, once."""
+
+Held = Callable[[], Awaitable[frozenset[tuple[str, str]]]]
+"""(namespace, name) of the pods that the kubelet has given devices to; ``HostFailure`` where it does not answer."""
+
+
+class PodWatch:
+    """The pods that are bound to this node, by uid; slices of those that ended are released."""
+
+    def __init__(
+        self,
+        node: Node,
+        api: KubeApi,
+        cluster_node: str,
+        *,
+        held: Held | None = None,
+        grace_s: float = GRACE_S,
+        now_s: Callable[[], float],
+    ) -> None:
+        """``held`` None: the kubelet cannot be asked here, and the other two decide."""
+        self._node = node
+        self._api = api
+        self._cluster_node = cluster_node
+        self._held = held
+        self._grace_s = grace_s
+        self._now_s = now_s
+        self._over_since: dict[str, float] = {}
+        self._said: set[str] = set()
+        self._changed = asyncio.Event()
+        self.pods: dict[str, Pod] = {}
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._follow(), name="pods")
+            tasks.create_task(self._look(), name="slices of pods that ended")
+
+    async def _follow(self) -> None:
+        async for change in self._api.watch_pods(self._cluster_node):
+            if isinstance(change, Listed):
+                self.pods = {pod.metadata.uid: pod for pod in change.pods}
+            elif change.deleted:
+                self.pods.pop(change.pod.metadata.uid, None)
+            else:
+                self.pods[change.pod.metadata.uid] = change.pod
+            self._changed.set()
+
+    async def _look(self) -> None:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
+                    await self._changed.wait()
+            self._changed.clear()
+            try:
+                await self.release_ended(self._grace_s)
+            except AmdvgpuError as error:
+                log.warning("Whether slices of pods are over cannot be told now, they stay: %s", error)
+
+    async def release_ended(self, grace_s: float) -> int:
+        """Free the slices of pods that have been over for ``grace_s``; how many. ``HostFailure``: nobody can tell."""
+        now_s = self._now_s()
+        slices: dict[str, list[SliceName]] = {}
+        for name in self._node.view().book.slices:
+            if (uid := hami.pod_uid(name)) is not None:
+                slices.setdefault(uid, []).append(name)
+        over = {uid for uid in slices if _is_over(self.pods.get(uid))}
+        self._over_since = {uid: self._over_since.get(uid, now_s) for uid in over}
+        self._said &= over
+        due = [uid for uid in over if now_s - self._over_since[uid] >= grace_s]
+        if not due:
+            return 0
+        fresh = {pod.metadata.uid: pod for pod in await self._api.list_pods(self._cluster_node)}
+        due = [uid for uid in due if _is_over(fresh.get(uid))]
+        held = await self._held() if self._held is not None and due else frozenset()
+        # The kubelet knows pods by name, and a stateful one comes again under its own: then its word is about that one.
+        again = {(pod.metadata.namespace, pod.metadata.name) for pod in fresh.values() if not pod.ended}
+        if due:
+            await self._node.tick()  # what has just ended must not count as running
+        usage = self._node.view().usage
+        freed = 0
+        for uid in due:
+            mine = slices[uid]
+            running = [name for name in mine if name in usage and usage[name].processes]
+            deleted = uid not in fresh
+            if running or (deleted and self._owners(mine) & held - again):
+                self._say(
+                    uid, mine, f"processes run in {', '.join(running)}" if running else "the kubelet has it", now_s
+                )
+                continue
+            freed += await self._free(mine)
+        return freed
+
+    async def _free(self, names: Iterable[SliceName]) -> int:
+        freed = 0
+        for name in names:
+            with contextlib.suppress(NotFound):
+                await self._node.delete_slice(name, force=True)  # with its lease
+                log.info("%s: its pod is over, so it was released.", name)
+                freed += 1
+        return freed
+
+    def _owners(self, names: Iterable[SliceName]) -> frozenset[tuple[str, str]]:
+        """Namespace and name of the pod, as the lease has them: the pod itself may be gone."""
+        leases = self._node.view().book.leases.values()
+        texts = [lease.holder.text.split("/") for lease in leases if lease.slice in set(names)]
+        return frozenset((text[0], text[1]) for text in texts if len(text) == 3)
+
+    def _say(self, uid: str, names: Iterable[SliceName], why: str, now_s: float) -> None:
+        if uid not in self._said and now_s - self._over_since[uid] >= SAID_S:
+            self._said.add(uid)
+            log.warning("Pod %s is over, but %s stay(s): %s.", uid, ", ".join(names), why)
+
+
+def _is_over(pod: Pod | None) -> bool:
+    return pod is None or pod.ended
+
+
+def waiting_of(pods: Mapping[str, Pod], cluster_node: str) -> list[Pod]:
+    """The pods that a scheduler has sent here and that wait for an allocation, oldest binding first.
+
+    The API's order says nothing, and nor does a pod's own text about when: ties are broken by uid, so that two looks
+    agree.
+    """
+    found = [pod for pod in pods.values() if _waits(pod, cluster_node)]
+    return sorted(found, key=lambda pod: (_bind_time(pod), pod.metadata.uid))
+
+
+def _waits(pod: Pod, cluster_node: str) -> bool:
+    notes = pod.annotations
+    return (
+        pod.status.phase == "Pending"
+        and pod.spec.node_name == cluster_node
+        and notes.get(hami.ASSIGNED_NODE) == cluster_node
+        and notes.get(hami.BIND_PHASE) == hami.ALLOCATING
+        and hami.BIND_TIME in notes
+        and hami.is_waiting(notes.get(hami.WAITING, ""))
+    )
+
+
+def _bind_time(pod: Pod) -> int:
+    text = pod.annotations.get(hami.BIND_TIME, "")
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else 0
