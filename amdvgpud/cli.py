@@ -162,6 +162,7 @@ def assemble(settings: Settings) -> Parts:
         policy=_health_policy(settings),
         now_s=time.time,
     )
+    metrics.health_checks = lambda: watch.sources
     preload = (gate,) if simulated is None else (gate, simulated.softkfd)
     return Parts(node, counted, metrics, preload, None if simulated is None else root, watch, kfd)
 

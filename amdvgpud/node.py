@@ -231,6 +231,7 @@ class Node:
         """
         await asyncio.to_thread(self._files.prepare)
         self._book = await asyncio.to_thread(self._journal.load)
+        self._weigh_health()
         await self.rescan()
         self._ready = True
         log.info("%r is ready.", self)

@@ -307,8 +307,9 @@ def wedged(gpu: GpuId, methods: str, culprit: str = "") -> Notice:
     by = f" ({culprit} was at work)" if culprit else ""
     if methods.strip() in ("none", ""):
         return Notice(gpu, "recovered", f"the driver has reset it; what ran on it may be lost{by}", recovered=True)
-    text = f"the driver has given it up, and asks for: {methods.replace(',', ', ')}{by}"
-    return Notice(gpu, "wedged", text, Finding(gpu, Source.UEVENT, Condition.UNHEALTHY, text, lasting=True))
+    text = f"the driver has given it up, and asks for: {methods.replace(',', ', ')}"
+    # A reason is shown to everybody, so it names no process; events are for those who may see details.
+    return Notice(gpu, "wedged", text + by, Finding(gpu, Source.UEVENT, Condition.UNHEALTHY, text, lasting=True))
 
 
 SMI_VM_FAULT: Final = 1

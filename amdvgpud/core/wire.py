@@ -90,6 +90,13 @@ class GpuPatch(Struct, forbid_unknown_fields=True, kw_only=True):
 
     cordoned: bool | UnsetType = UNSET
     oversubscription: Annotated[float, Meta(ge=1, le=16)] | UnsetType = UNSET
+    health_override: (
+        Annotated[
+            Literal["healthy", "unhealthy", "none"],
+            Meta(description="what holds, whatever is found of the GPU; none takes that back"),
+        ]
+        | UnsetType
+    ) = UNSET
 
 
 class PartitionSpec(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -173,6 +180,23 @@ class ProfileView(Struct, kw_only=True):
     memory_modes: list[str]
 
 
+class HealthView(Struct, kw_only=True):
+    """What holds of a GPU. One that is not `placeable` takes no new slice and no new lease; what is on it stays."""
+
+    condition: Literal["healthy", "degraded", "unhealthy", "unknown"]
+    placeable: bool
+    reason: str
+    source: Annotated[
+        str, Meta(description="pulse, check, uevent, smi, ras, retired_pages, pcie, exporter, override; empty if well")
+    ]
+    since_s: Annotated[float, Meta(description="Unix time since when the condition is this one")]
+    override: Annotated[Literal["healthy", "unhealthy"] | None, Meta(description="a person's word")]
+    found: Annotated[
+        Literal["healthy", "degraded", "unhealthy", "unknown"] | None,
+        Meta(description="the condition without it; null: nobody has looked"),
+    ]
+
+
 class GpuView(Struct, kw_only=True):
     id: str
     index: int
@@ -190,6 +214,7 @@ class GpuView(Struct, kw_only=True):
     available_memory_partitions: list[str]
     numa_node: int | None
     cordoned: bool
+    health: Annotated[HealthView | None, Meta(description="null: nobody has looked at the GPU")] = None
     oversubscription: float
     partitions: list[PartitionView]
     profiles: list[ProfileView] = msgspec.field(default_factory=list)

@@ -203,6 +203,33 @@ def uncordon(gpu: str) -> None:
 
 @gpu.command()
 @click.argument("gpu", shell_complete=_complete_gpus)
+@click.option(
+    "--override",
+    type=click.Choice(["healthy", "unhealthy", "none"]),
+    help="What holds from now on, whatever is found; none takes that back.",
+)
+@_reading
+def health(gpu: str, override: str | None, output: str) -> None:
+    """Show how a GPU is, who found it and since when; or have the last word on it.
+
+    A GPU that is unhealthy or unknown takes no new slice and no new lease. What is on it stays.
+    """
+    from amdvgpud.core import wire
+    from amdvgpud.ctl import show
+    from amdvgpud.ctl.client import part
+
+    path = f"/v1/gpus/{part(gpu)}"
+    with _said_plainly():
+        if override is None:
+            answer, raw = _client().get(path, wire.GpuView)
+        else:
+            patch = wire.GpuPatch(health_override=override)  # type: ignore[arg-type]  # click has checked it
+            answer, raw = _client().change("PATCH", path, wire.GpuView, patch)
+    _print_json(raw) if output == "json" else show.health(answer)
+
+
+@gpu.command()
+@click.argument("gpu", shell_complete=_complete_gpus)
 @click.argument("ratio", type=click.FloatRange(1, 16))
 def oversubscribe(gpu: str, ratio: float) -> None:
     """Let the quotas on a GPU sum up to RATIO times its VRAM. 1 switches it off."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import TextIO
 
 from amdvgpud.core import wire
@@ -49,7 +50,17 @@ def _print_rich(columns: Sequence[Column], rows: Sequence[Sequence[str]], out: T
     Console(file=out, highlight=False).print(table)
 
 
-_STYLES = {"running": "green", "held": "cyan", "lost": "red", "cordoned": "yellow", "no": "red", NONE: "dim"}
+_STYLES = {
+    "running": "green",
+    "held": "cyan",
+    "lost": "red",
+    "cordoned": "yellow",
+    "degraded": "yellow",
+    "unknown": "yellow",
+    "unhealthy": "red",
+    "no": "red",
+    NONE: "dim",
+}
 
 
 def _columns(titles: str) -> list[Column]:
@@ -75,6 +86,34 @@ def _free_of(total: int, taken: int) -> int:
 # ----------------------------------------------------------------------------------------------------------- GPUs
 
 
+def _state(gpu: wire.GpuView) -> str:
+    if gpu.health is not None and not gpu.health.placeable:
+        return gpu.health.condition
+    if gpu.cordoned:
+        return "cordoned"
+    return "ok" if gpu.health is None or gpu.health.condition == "healthy" else gpu.health.condition
+
+
+def _health(gpu: wire.GpuView) -> str:
+    if gpu.health is None:
+        return "nobody looks"
+    return gpu.health.condition + (f": {gpu.health.reason}" if gpu.health.reason else "")
+
+
+def health(gpu: wire.GpuView) -> None:
+    facts = [("id", gpu.id), ("health", _health(gpu))]
+    if (item := gpu.health) is not None:
+        since = datetime.fromtimestamp(item.since_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        facts += [
+            ("since", since if item.since_s else NONE),
+            ("source", _maybe(item.source)),
+            ("found", item.found or "nobody looks"),
+            ("override", item.override or "none"),
+            ("takes new slices", "yes" if item.placeable and not gpu.cordoned else "no"),
+        ]
+    print_facts(facts)
+
+
 def gpus(answer: wire.GpuList) -> None:
     """Two tables: what each GPU has to give, and every name by which it can be asked for."""
     rows = []
@@ -93,7 +132,7 @@ def gpus(answer: wire.GpuList) -> None:
                 human_size(free_bytes),
                 str(gpu.cu_count),
                 str(free_cus),
-                "cordoned" if gpu.cordoned else "ok",
+                _state(gpu),
             ]
         )
     print_table(_columns("INDEX> PRODUCT GFX MODE PARTITIONS> VRAM> VRAM-FREE> CUS> CUS-FREE> STATE"), rows)
@@ -124,6 +163,7 @@ def gpu(item: wire.GpuView) -> None:
             ("memory mode", _mode(item.memory_partition, item.available_memory_partitions)),
             ("NUMA node", _maybe(item.numa_node)),
             ("cordoned", "yes" if item.cordoned else "no"),
+            ("health", _health(item)),
             ("oversubscription", "off" if item.oversubscription == 1 else f"{item.oversubscription:g} times the VRAM"),
         ]
     )

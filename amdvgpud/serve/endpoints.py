@@ -22,7 +22,8 @@ from msgspec import UNSET
 
 from amdvgpud.core import identify, wire
 from amdvgpud.core.errors import Conflict, FieldError, Invalid, NotFound, Stale
-from amdvgpud.core.model import Book, Gpu, Holder, Lease, LeaseId, Request, Slice, SliceName
+from amdvgpud.core.health import Health, effective
+from amdvgpud.core.model import Book, Gpu, HealthOverride, Holder, Lease, LeaseId, Request, Slice, SliceName
 from amdvgpud.core.modes import Target, parse_want
 from amdvgpud.core.plan import Plan, resize
 from amdvgpud.core.render import partition_device, reserved_partitions
@@ -50,6 +51,8 @@ FEATURES: Final = (
 """Grows by a word with each addition to /v1, so that a client can ask before it relies on it."""
 
 _LEASE_ID_LENGTH: Final = 64
+
+_OVERRIDES: Final[Mapping[str, bool | None]] = {"healthy": True, "unhealthy": False, "none": None}
 
 
 class Process(NamedTuple):
@@ -178,12 +181,24 @@ class Endpoints:
             if body.oversubscription is not UNSET:
                 self._node.check_oversubscription(gpu.id, body.oversubscription)
                 book = book.with_oversubscription({**book.oversubscription, gpu.id: body.oversubscription})
-            return self._gpu_reply(replace(view, book=replace(book, revision=view.book.revision)), gpu)
+            health = view.health
+            if body.health_override is not UNSET:
+                healthy = _OVERRIDES[body.health_override]
+                # The time is that of the present word or verdict: there is no new one yet.
+                was = view.book.health_overrides.get(gpu.id) or view.health.get(gpu.id, Health())
+                word = None if healthy is None else HealthOverride(healthy, was.since_s)
+                book = book.with_health_override(gpu.id, word)
+                held = effective(view.health_found.get(gpu.id), word)
+                health = {k: v for k, v in health.items() if k != gpu.id} | ({} if held is None else {gpu.id: held})
+            book = replace(book, revision=view.book.revision)
+            return self._gpu_reply(replace(view, book=book, health=health), gpu)
         # The one that can be refused goes first, so that a refusal leaves nothing half done.
         if body.oversubscription is not UNSET:
             await self._node.set_oversubscription(gpu.id, body.oversubscription)
         if body.cordoned is not UNSET:
             await self._node.set_cordoned(gpu.id, body.cordoned)
+        if body.health_override is not UNSET:
+            await self._node.set_health_override(gpu.id, _OVERRIDES[body.health_override])
         now = self._node.view()
         there = now.inventory.gpu(gpu.id)
         # Cut anew or pulled out meanwhile: the picture and the GPU in it have to be of one moment.
@@ -570,7 +585,7 @@ ROUTES: Final = (
     Route(
         "PATCH",
         "/v1/gpus/{id}",
-        "Cordon a GPU, or say how far its VRAM may be promised",
+        "Cordon a GPU, say how far its VRAM may be promised, or have the last word on its health",
         _E.patch_gpu,
         {200: (wire.GpuView,)},
         body=wire.GpuPatch,

@@ -26,6 +26,7 @@ import prometheus_client
 from prometheus_client.openmetrics import exposition as openmetrics_exposition
 
 from amdvgpud.core import errors
+from amdvgpud.core.health import Condition
 from amdvgpud.core.model import Gpu, GpuId, Inventory, Slice, Usage
 from amdvgpud.core.plan import capacities
 from amdvgpud.node import NodeView
@@ -98,6 +99,35 @@ METRICS: Final = (
         "How far VRAM may be promised; 1 is off.",
     ),
     Metric("amdvgpu_gpu_cordoned", "gauge", "", ("gpu_uuid",), "1 where the GPU takes no new slice."),
+    Metric(
+        "amdvgpu_gpu_healthy",
+        "gauge",
+        "",
+        ("gpu_uuid",),
+        "1 where the GPU's health lets it take new slices; absent where nobody looks.",
+    ),
+    Metric(
+        "amdvgpu_gpu_health_state",
+        "gauge",
+        "",
+        ("gpu_uuid", "state"),
+        "1 at the state that holds: healthy, degraded, unhealthy, unknown.",
+    ),
+    Metric(
+        "amdvgpu_gpu_health_transitions_total",
+        "counter",
+        "",
+        ("gpu_uuid", "source"),
+        "Changes of the state since the start, by who found it: pulse, check (the built-in look cannot run), uevent, "
+        "smi, ras, retired_pages, pcie, exporter, override (a person).",
+    ),
+    Metric(
+        "amdvgpu_health_check_success",
+        "gauge",
+        "",
+        ("check",),
+        "1 where a source of health answered at the last look: sysfs, kfd, exporter; absent where there is none such.",
+    ),
     Metric("amdvgpu_gpu_compute_units", "gauge", "CUs", ("gpu_uuid",), "Compute units of the GPU."),
     Metric(
         "amdvgpu_gpu_compute_units_allocated",
@@ -367,6 +397,8 @@ class Metrics:
         self._sample = _Sample({}, False, 0.0)
         self._sampled_s: float | None = None
         self._reconciled_s: float | None = None
+        self.health_checks: Callable[[], Mapping[str, bool]] = dict
+        """Whether each source of health answered at its last look; whoever puts the daemon together sets it."""
         self._cdi_written_s: float | None = None
 
         registry = prometheus_client.CollectorRegistry()
@@ -517,6 +549,24 @@ class Metrics:
         page.family("amdvgpu_gpu_vram_oversubscription_ratio", [f"{uuid[g.id]} {ratios.get(g.id, 1.0)}" for g in gpus])
         cordoned = view.book.cordoned
         page.family("amdvgpu_gpu_cordoned", [f"{uuid[g.id]} {int(g.id in cordoned)}" for g in gpus])
+        health = {g.id: view.health[g.id] for g in gpus if g.id in view.health}
+        page.family("amdvgpu_gpu_healthy", [f"{uuid[gpu]} {int(h.placeable)}" for gpu, h in health.items()])
+        page.family(
+            "amdvgpu_gpu_health_state",
+            [
+                f"{labels_text(('gpu_uuid', 'state'), (gpu, state))} {int(h.condition is state)}"
+                for gpu, h in health.items()
+                for state in Condition
+            ],
+        )
+        page.family(
+            "amdvgpu_gpu_health_transitions_total",
+            [
+                f"{labels_text(('gpu_uuid', 'source'), key)} {n}"
+                for key, n in sorted(view.health_changes.items())
+                if key[0] in health
+            ],
+        )
         page.family("amdvgpu_gpu_compute_units", [f"{uuid[g.id]} {g.cu_count}" for g in gpus])
         page.family(
             "amdvgpu_gpu_compute_units_allocated",
@@ -588,6 +638,10 @@ class Metrics:
             page.family("amdvgpu_collector_success", [f"{sysfs} {int(self._sample.ok)}"])
             page.family("amdvgpu_collector_duration_seconds", [f"{sysfs} {self._sample.duration_s}"])
         page.family("amdvgpu_collector_last_success_timestamp_seconds", _time(self._sampled_s, sysfs))
+        page.family(
+            "amdvgpu_health_check_success",
+            [f"{labels_text(('check',), (name,))} {int(ok)}" for name, ok in sorted(self.health_checks().items())],
+        )
         page.family("amdvgpu_ready", [f" {int(view.ready)}"])
         page.family("amdvgpu_watchers", [f" {watchers}"])
 

@@ -95,12 +95,28 @@ def _gpu_views(view: NodeView, gpus: Iterable[Gpu], vram_used_bytes: Mapping[Gpu
             available_memory_partitions=list(gpu.available_memory_partitions),
             numa_node=gpu.numa_node,
             cordoned=gpu.id in view.book.cordoned,
+            health=health_view(view, gpu.id),
             oversubscription=view.book.oversubscription.get(gpu.id, 1.0),
             partitions=[partition_view(p, capacity[p.id], by_node) for p in gpu.partitions],
             profiles=[profile_view(gpu, profile) for profile in gpu.profiles],
         )
         for gpu in gpus
     ]
+
+
+def health_view(view: NodeView, gpu: GpuId) -> wire.HealthView | None:
+    if (health := view.health.get(gpu)) is None:
+        return None
+    word, found = view.book.health_overrides.get(gpu), view.health_found.get(gpu)
+    return wire.HealthView(
+        condition=health.condition.value,
+        placeable=health.placeable,
+        reason=health.reason,
+        source=health.source,
+        since_s=health.since_s,
+        override=None if word is None else "healthy" if word.healthy else "unhealthy",
+        found=None if found is None else found.condition.value,
+    )
 
 
 def profile_view(gpu: Gpu, profile: Profile) -> wire.ProfileView:

@@ -142,6 +142,26 @@ async def test_an_unknown_gpu_is_refused_with_the_names_there_are(say: Say) -> N
     assert FIRST in ended.err
 
 
+async def test_how_a_gpu_is_is_shown_and_overridden(say: Say) -> None:
+    assert await say("gpu health 0") == Ended(0, f"id      {FIRST}\nhealth  nobody looks\n", "")
+    forced = await say("gpu health 0 --override unhealthy")
+    assert forced.out.splitlines()[0:2] == [
+        f"id                {FIRST}",
+        "health            unhealthy: set by a person; nobody has looked",
+    ]
+    assert forced.out.splitlines()[3:] == [
+        "source            override",
+        "found             nobody looks",
+        "override          unhealthy",
+        "takes new slices  no",
+    ]
+    assert "unhealthy\n" in (await say("gpu list")).out
+    assert "health            unhealthy: set by a person" in (await say("gpu show 0")).out
+    refused = await say("slice create bob --gpu 0 --vram 1GiB --compute 25%")
+    assert (refused.code, f"{FIRST}: unhealthy, set by a person" in refused.err) == (1, True)
+    assert json.loads((await say("gpu health 0 --override none -o json")).out)["health"] is None
+
+
 async def test_a_cordoned_gpu_takes_nothing_and_oversubscription_is_shown(say: Say) -> None:
     assert await say("gpu cordon 0") == Ended(0, f"{FIRST}: cordoned, oversubscription off\n", "")
     ended = await say("slice create alice --gpu 0 --vram 1GiB --compute 8")

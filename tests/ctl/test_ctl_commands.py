@@ -179,6 +179,7 @@ compute mode      -
 memory mode       -
 NUMA node         -
 cordoned          no
+health            nobody looks
 oversubscription  off
 
 PARTITION               KFD-NODE  KFD-GPU-ID  RENDER-NODE            VRAM  VRAM-FREE  CUS  CUS-FREE  ROWS        XCCS

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from amdvgpud.core.errors import Conflict, HostFailure, Invalid, NoRoom, NotFound, Stale
+from amdvgpud.core.health import Condition, Health
 from amdvgpud.core.model import (
     Book,
     Compute,
@@ -504,3 +505,51 @@ def test_an_unreadable_book_is_not_needed_to_name_things() -> None:
     book = Book().with_slice(item).with_lease(lease)
     assert book.without_slice(ALICE).leases == {}
     assert book.lease_of(BOB) is None
+
+
+# ------------------------------------------------------------------------------------------------------ health
+
+BROKEN = Health(Condition.UNHEALTHY, "/dev/dri/renderD128 answers EIO", "pulse", 5.0)
+
+
+async def test_a_gpu_that_is_not_well_takes_no_new_slice_and_no_new_holder_and_keeps_what_it_has(bench: Bench) -> None:
+    first, second = (gpu.id for gpu in bench.sysfs.inventory.gpus)
+    item, _ = await bench.node.put_slice(quarter(on=(first,)))
+    lease = await bench.node.grant_lease(Holder("me"), slice=ALICE)
+    free, _ = await bench.node.put_slice(quarter(BOB, on=(first,)))
+    await bench.node.set_health({first: BROKEN, second: Health()})
+    with pytest.raises(NoRoom, match=f"{first}: unhealthy, /dev/dri/renderD128 answers EIO"):
+        await bench.node.put_slice(quarter(slice_name("carol"), on=(first,)))
+    with pytest.raises(Conflict, match=f"slice bob is on {first}, which is unhealthy and takes no new user: /dev/dri"):
+        await bench.node.grant_lease(Holder("you"), slice=BOB)
+    view = bench.node.view()
+    assert (view.book.slices, view.book.leases) == ({ALICE: item, BOB: free}, {lease.id: lease})
+    assert bench.cdi.published == (ALICE, BOB)
+    [warning] = view.warnings
+    assert warning == (
+        f"{first} is unhealthy and takes no new slice: /dev/dri/renderD128 answers EIO; what it has stays as it is: "
+        "alice, bob"
+    )
+
+
+async def test_a_persons_word_holds_over_what_is_found_and_over_restarts(bench: Bench) -> None:
+    gpu = bench.sysfs.inventory.gpus[0].id
+    await bench.node.set_health({gpu: BROKEN})
+    await bench.node.set_health_override(gpu, True)
+    await bench.node.set_health_override(gpu, True)
+    assert bench.node.view().health[gpu] == Health(
+        Condition.HEALTHY, "set by a person; found was unhealthy: /dev/dri/renderD128 answers EIO", "override", 1000.0
+    )
+    await bench.restarted().start()
+    assert bench.node.view().health[gpu].reason == "set by a person; nobody has looked"
+    await bench.node.set_health({gpu: BROKEN})
+    assert bench.node.view().health[gpu].placeable
+    await bench.node.set_health_override(gpu, None)
+    view = bench.node.view()
+    assert (view.health[gpu], view.health_found[gpu]) == (BROKEN, BROKEN)
+    assert [e.kind for e in bench.node.events_since(0)[0] if e.kind.startswith("gpu.")] == [
+        "gpu.health-override",
+        "gpu.unhealthy",
+    ]
+    with pytest.raises(NotFound):
+        await bench.node.set_health_override(GpuId("GPU-x"), True)

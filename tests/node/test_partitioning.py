@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from amdvgpud.core.errors import Conflict, HostFailure, Invalid, Stale
-from amdvgpud.core.model import Compute, ComputePolicy, GpuId, Holder, Inventory, Request, slice_name
+from amdvgpud.core.model import Compute, ComputePolicy, Gpu, GpuId, Holder, Inventory, Request, slice_name
 from amdvgpud.core.modes import Target, parse_targets
 from amdvgpud.node import SETTLING_LOOKS, Node, Repartition
 from amdvgpud.ports import KfdUser
@@ -280,3 +280,38 @@ async def test_a_whole_slice_is_not_deleted_under_a_container_that_has_its_parti
     bench.modes.opened[FIRST] = (on_host,)
     await bench.node.delete_slice(item.name)
     assert item.name not in bench.node.view().book.slices
+
+
+async def test_whoever_of_ours_has_the_kfd_open_lets_go_for_a_switch_whatever_comes_of_it(bench: Bench) -> None:
+    said: list[str] = []
+
+    class OurChildren:
+        async def let_go(self) -> None:
+            said.append("let go")
+
+        def take_up(self) -> None:
+            said.append("take up")
+
+    class Driver(StillModes):
+        def set_compute(self, gpu: Gpu, mode: str) -> None:
+            said.append("cut")
+            super().set_compute(gpu, mode)
+
+    bench.modes = Driver(bench.sysfs, refusals=[HostFailure("EIO")])
+    bench.node = Node(
+        bench.sysfs,
+        bench.journal,
+        bench.files,
+        bench.cdi,
+        now_s=lambda: 1000.0,
+        process_alive=lambda holder: True,
+        modes=bench.modes,
+        kfd_holder=OurChildren(),
+        pause=bench._pause,
+    )
+    await bench.node.start()
+    gpu = bench.sysfs.inventory.gpus[0].id
+    with pytest.raises(HostFailure, match="EIO"):
+        await bench.node.partition_gpu(gpu, Target("CPX", None))
+    await bench.node.partition_gpu(gpu, Target("CPX", None))
+    assert said == ["let go", "cut", "take up"] * 2

@@ -57,6 +57,7 @@ async def test_a_bad_field_is_named_and_nothing_changes(desk: Any, body: Any, po
         ("PATCH", "/v1/slices/alice", {"vram": None}, "/vram"),
         ("PATCH", "/v1/slices/alice", {"vram": "0"}, "/vram"),
         ("PATCH", "/v1/gpus/0", {"cordoned": "yes"}, "/cordoned"),
+        ("PATCH", "/v1/gpus/0", {"health_override": "degraded"}, "/health_override"),
         ("PATCH", "/v1/gpus/0", {"oversubscription": 0.5}, "/oversubscription"),
         ("POST", "/v1/leases", {"slice": "alice", "ttl_s": 0}, "/ttl_s"),
         ("POST", "/v1/leases", {"slice": "alice", "pid": 0}, "/pid"),

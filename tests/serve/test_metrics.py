@@ -13,6 +13,7 @@ from prometheus_client.openmetrics import parser as openmetrics_parser
 
 from amdvgpud.core import wire
 from amdvgpud.core.errors import Conflict, NoRoom
+from amdvgpud.core.health import Condition, Health
 from amdvgpud.core.model import Holder, Inventory
 from amdvgpud.serve.metrics import CLASSIC, HAMI_METRICS, METRICS, OPENMETRICS, SLICE_STATES, labels_text
 
@@ -91,6 +92,23 @@ async def test_a_gpu_shows_what_it_has_what_is_promised_and_by_how_much(desk: An
         "memory_partition": "NPS1",
         "driver": "",
     }
+
+
+async def test_how_a_gpu_is_is_a_state_of_it_with_who_found_each_change(desk: Any) -> None:
+    assert not any("health" in name for name, _ in await _samples(desk))
+    bad = Health(Condition.UNHEALTHY, "renderD128 answers EIO", "pulse", 5.0)
+    doubt = Health(Condition.UNKNOWN, "it is being reset", "smi", 6.0)
+    await desk.node.set_health({GPU0: bad, GPU1: Health()})
+    await desk.node.set_health({GPU0: Health(), GPU1: doubt})
+    desk.metrics.health_checks = lambda: {"sysfs": True, "exporter": False}
+    got = await _samples(desk)
+    assert _of(got, "amdvgpu_gpu_healthy") == {(GPU0,): 1, (GPU1,): 0}
+    states = ("healthy", "degraded", "unhealthy", "unknown")
+    assert _of(got, "amdvgpu_gpu_health_state") == {
+        (gpu, state): int(state == held) for gpu, held in ((GPU0, "healthy"), (GPU1, "unknown")) for state in states
+    }
+    assert _of(got, "amdvgpu_gpu_health_transitions_total") == {(GPU0, "pulse"): 2, (GPU1, "smi"): 1}
+    assert _of(got, "amdvgpu_health_check_success") == {("exporter",): 0, ("sysfs",): 1}
 
 
 async def test_the_series_of_a_slice_are_gone_in_the_scrape_after_its_end(desk: Any) -> None:
@@ -290,6 +308,8 @@ async def _full(make_desk: Any) -> Any:
     desk.sysfs.used_bytes = {"0000:11:00.0": 777}
     await desk.metrics.sample(desk.node.view().inventory)
     desk.metrics.kubelet_devices("amd.com/gpu", [True, False])
+    await desk.node.set_health({GPU0: Health(Condition.DEGRADED, "hot", "smi", 5.0)})
+    desk.metrics.health_checks = lambda: {"sysfs": True}
     await desk.node.tick()
     return desk
 

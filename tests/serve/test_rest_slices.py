@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from amdvgpud.core.health import Condition, Health
 from amdvgpud.core.model import Inventory
 from amdvgpud.serve.endpoints import Process
 
@@ -245,6 +246,42 @@ async def test_gpus_show_what_is_promised_and_what_an_operator_has_set(desk: Any
     assert (partition["vram_reserved_bytes"], partition["vram_free_bytes"]) == (64 * GIB, 288 * GIB - 64 * GIB)
     refused = await desk.ask("PUT", "/v1/slices/bob", {"vram": "1GiB", "compute": "25%", "on": ["0"]})
     assert (refused.status, refused.json["code"]) == (409, "no-room")
+
+
+async def test_how_a_gpu_is_is_shown_and_an_operator_has_the_last_word(desk: Any) -> None:
+    path = f"/v1/gpus/{GPU0}"
+    assert (await desk.ask("GET", path)).json["health"] is None
+    await desk.node.set_health({GPU0: Health(Condition.UNHEALTHY, "renderD128 answers EIO", "pulse", 5.0)})
+    found = {
+        "condition": "unhealthy",
+        "placeable": False,
+        "reason": "renderD128 answers EIO",
+        "source": "pulse",
+        "since_s": 5.0,
+        "override": None,
+        "found": "unhealthy",
+    }
+    assert (await desk.ask("GET", path)).json["health"] == found
+    refused = await desk.ask("PUT", "/v1/slices/bob", {"vram": "1GiB", "compute": "25%", "on": ["0"]})
+    assert (refused.status, refused.json["code"]) == (409, "no-room")
+    forced = {
+        "condition": "healthy",
+        "placeable": True,
+        "reason": "set by a person; found was unhealthy: renderD128 answers EIO",
+        "source": "override",
+        "since_s": 1000.0,
+        "override": "healthy",
+        "found": "unhealthy",
+    }
+    asked = {"health_override": "healthy"}
+    dry = (await desk.ask("PATCH", f"{path}?dry_run", asked)).json["health"]
+    assert dry == forced | {"since_s": 5.0}
+    assert (await desk.ask("GET", path)).json["health"] == found
+    assert (await desk.ask("PATCH", path, asked)).json["health"] == forced
+    assert (await desk.ask("PATCH", path, {"health_override": "none"})).json["health"] == found
+    await desk.node.set_health({})
+    assert (await desk.ask("PATCH", path, {"health_override": "unhealthy"})).json["health"]["found"] is None
+    assert (await desk.ask("PATCH", f"{path}?dry_run", {"health_override": "none"})).json["health"] is None
 
 
 async def test_the_drivers_own_vram_figure_is_shown_where_there_is_one(desk: Any) -> None:
