@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import importlib.util
 import json
 import logging
 import os
@@ -15,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -45,6 +46,9 @@ from amdvgpud.sim.driver import SimulatedDriver
 from amdvgpud.sim.models import parse_simulation, table_rows
 from amdvgpud.sim.tree import build_tree
 from amdvgpud.watch import HealthWatch
+
+if TYPE_CHECKING:
+    from amdvgpud.kubernetes import Kubelet
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +94,8 @@ class Parts:
     simulated_root: Path | None
     watch: HealthWatch
     kfd: KfdChildren
+    partitions: WithPartitions
+    files: LedgerFiles
 
 
 def assemble(settings: Settings) -> Parts:
@@ -143,10 +149,11 @@ def assemble(settings: Settings) -> Parts:
         listening=settings.health_smi_events if simulated is not None or root == Path("/") else "off",
         environment={"SOFTKFD_ROOT": str(root), "LD_PRELOAD": str(simulated.softkfd)} if simulated else None,
     )
+    files = LedgerFiles(settings.run_dir, sysfs_root=root, tmpfs_bytes=settings.slices_tmpfs_bytes)
     node = Node(
         sysfs,
         BookStore(settings.state_dir),
-        LedgerFiles(settings.run_dir, sysfs_root=root, tmpfs_bytes=settings.slices_tmpfs_bytes),
+        files,
         counted,
         now_s=time.time,
         process_alive=process_alive,
@@ -164,7 +171,7 @@ def assemble(settings: Settings) -> Parts:
     )
     metrics.health_checks = lambda: watch.sources
     preload = (gate,) if simulated is None else (gate, simulated.softkfd)
-    return Parts(node, counted, metrics, preload, None if simulated is None else root, watch, kfd)
+    return Parts(node, counted, metrics, preload, None if simulated is None else root, watch, kfd, whole, files)
 
 
 def _health_policy(settings: Settings) -> Policy:
@@ -174,6 +181,13 @@ def _health_policy(settings: Settings) -> Policy:
         record_age_s=settings.health_record_age_s,
         correctable_per_hour=settings.health_correctable_per_hour,
     )
+
+
+def _kubelet(settings: Settings, parts: Parts) -> Kubelet:
+    # gRPC takes 0.1 s and 28 MB: for those only who have a kubelet.
+    from amdvgpud.kubernetes import Kubelet
+
+    return Kubelet(settings, parts.node, parts.cdi, parts.partitions, parts.files.mountpoints, parts.metrics)
 
 
 def _api_settings(settings: Settings) -> ApiSettings:
@@ -197,6 +211,8 @@ def rehearse(settings: Settings) -> None:
     if settings.library is not None and not settings.library.is_file():
         raise Invalid.field("library", f"{str(settings.library)!r} is no file")
     _api_settings(settings)
+    if settings.kubelet_mode and importlib.util.find_spec("grpc") is None:
+        raise Invalid.field("kubelet.mode", "needs gRPC, which is not here: install amdvgpud[kubernetes]")
     CdiFile(
         settings.cdi_dir,
         run_dir=settings.run_dir,
@@ -243,6 +259,7 @@ class Daemon:
         self._supervisor = supervisor
         self._stop = asyncio.Event()
         self._parts = assemble(settings)
+        self._kubelet = _kubelet(settings, self._parts) if settings.kubelet_mode else None
 
     async def run(self) -> None:
         """Until :meth:`stop`; or until something that must not end does, and then with its error."""
@@ -270,6 +287,8 @@ class Daemon:
                     tasks.create_task(self._pulses(), name="pulse"),
                     tasks.create_task(self._parts.kfd.run(), name="kfd events"),
                 ]
+                if self._kubelet is not None:
+                    eternal.append(tasks.create_task(self._kubelet.run(), name="kubelet"))
                 await self._stop.wait()
                 self._supervisor.notify("STOPPING=1")
                 for task in eternal:

@@ -16,6 +16,8 @@ from typing import Any, Final, Literal
 
 from amdvgpud.core.errors import Invalid
 from amdvgpud.core.modes import parse_targets
+from amdvgpud.core.prefer import POLICIES
+from amdvgpud.core.profiles import SliceProfile, parse_profiles
 from amdvgpud.core.sizes import parse_size
 
 DEFAULT_FILE: Final = Path("/etc/amdvgpud/amdvgpud.toml")
@@ -107,6 +109,33 @@ def _choices(allowed: tuple[str, ...]) -> Parse:
     return parse
 
 
+def _word(*allowed: str) -> Parse:
+    def parse(value: object, key: str) -> str:
+        if value not in allowed:
+            raise Invalid.field(key, f"{value!r} is not one of {', '.join(allowed)}")
+        return str(value)
+
+    return parse
+
+
+def _whole_number(value: object, key: str) -> int:
+    return 0 if value in (0, "0") and value is not False else _count(value, key)
+
+
+def _kubelet_modes(value: object, key: str) -> tuple[str, ...]:
+    modes = () if value in ("off", ["off"]) else _choices(("hami", "profiles", "whole"))(value, key)
+    if {"hami", "whole"} <= set(modes):
+        raise Invalid.field(key, "'hami' and 'whole' both offer the GPUs as amd.com/gpu: choose one of the two")
+    return modes
+
+
+def _profiles(value: object, key: str) -> tuple[SliceProfile, ...]:
+    try:
+        return parse_profiles(value)
+    except Invalid as error:
+        raise Invalid.field(key, error.detail) from error
+
+
 def _targets(value: object, key: str) -> tuple[str, ...]:
     texts = value.split(",") if isinstance(value, str) else value
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
@@ -158,7 +187,7 @@ class Setting:
     @property
     def form(self) -> str:
         """What a value looks like, in one word; :data:`FORMS` explains it."""
-        return _FORM_OF.get(self.parse, "LIST")
+        return _FORM_OF.get(self.parse, "LIST" if isinstance(self.default, list) else "TEXT")
 
 
 FORMS: Final[Mapping[str, str]] = {
@@ -170,6 +199,10 @@ FORMS: Final[Mapping[str, str]] = {
     "SWITCH": "auto, on or off",
     "COUNT": "a whole number of at least 1",
     "SIZE": "bytes, or a text such as '256MiB' (K M G T, KiB MiB GiB TiB)",
+    "NUMBER": "a whole number of at least 0",
+    "PROFILES": "in TOML a table, as in `[kubelet.profiles]` with lines such as "
+    '`25c-48g = {compute = "25%", vram = "48GiB", count = 4}`; in the environment and on the command line '
+    "`25c-48g=25%:48GiB:4`, with commas between several; without a count, or with 0, as many as fit",
     "MODE": "a file mode as a text of octal digits, as in '0660'",
     "ADDRESS": "host:port, as in '127.0.0.1:9841' or '[::1]:9841'; empty: none",
     "LEVEL": "debug, info, warning or error",
@@ -188,6 +221,8 @@ _FORM_OF: Final[Mapping[Parse, str]] = {
     _mode: "MODE",
     _listen: "ADDRESS",
     _log_level: "LEVEL",
+    _whole_number: "NUMBER",
+    _profiles: "PROFILES",
 }
 
 
@@ -286,6 +321,61 @@ class Settings:
     metrics_compat: tuple[str, ...] = _setting(
         "metrics.compat", [], _choices(("hami",)), "Also export metrics under these products' names."
     )
+    kubelet_mode: tuple[str, ...] = _setting(
+        "kubelet.mode",
+        [],
+        _kubelet_modes,
+        "What to offer to this cluster node's kubelet: 'profiles' (slices of fixed sizes), 'whole' (GPUs and "
+        "partitions, for one pod each), 'hami' (what HAMi's scheduler deals in). Empty or 'off': nothing.",
+    )
+    kubelet_dir: Path = _setting(
+        "kubelet.dir", "/var/lib/kubelet/device-plugins", _path, "The kubelet's directory of device plugins."
+    )
+    kubelet_pod_resources: Path = _setting(
+        "kubelet.pod_resources",
+        "/var/lib/kubelet/pod-resources/kubelet.sock",
+        _path,
+        "The kubelet's socket of pod resources, which says whose devices are in use.",
+    )
+    kubelet_profiles: tuple[SliceProfile, ...] = _setting(
+        "kubelet.profiles",
+        {},
+        _profiles,
+        "Slices that are cut beforehand in mode 'profiles', each offered as amdvgpu.io/<name>; in this order.",
+    )
+    kubelet_naming: str = _setting(
+        "kubelet.naming",
+        "single",
+        _word("single", "mixed"),
+        "Resource names in mode 'whole': 'single' (amd.com/gpu for all, which must be partitioned alike) or 'mixed' "
+        "(amd.com/<compute>_<memory mode>, as in amd.com/cpx_nps4).",
+    )
+    kubelet_split_count: int = _setting(
+        "kubelet.split_count",
+        0,
+        _whole_number,
+        "Containers that may share a GPU in mode 'hami'; 0: 2 on gfx12, else 10.",
+    )
+    kubelet_preference: str = _setting(
+        "kubelet.preference",
+        "besteffort",
+        _word(*POLICIES),
+        "Which GPUs a pod with several gets: near each other ('besteffort', also called 'binpack') or far apart "
+        "('spread').",
+    )
+    kubelet_delivery: str = _setting(
+        "kubelet.delivery",
+        "nodes",
+        _word("nodes", "cdi"),
+        "How a container gets its slice: 'nodes' (device nodes, mounts and variables, which every kubelet and runtime "
+        "knows) or 'cdi' (CDI names: kubelet 1.29 or later and a runtime with CDI switched on, which nobody tells us).",
+    )
+    kubelet_take_over: bool = _setting(
+        "kubelet.take_over",
+        False,
+        _flag,
+        "Register a resource name that another device plugin has: the kubelet gives it to the last one.",
+    )
     origin: Mapping[str, str]
 
 
@@ -340,7 +430,7 @@ def shown(settings: Settings) -> dict[str, object]:
         elif isinstance(value, Path):
             value = str(value)
         elif isinstance(value, tuple):
-            value = list(value)
+            value = [entry if isinstance(entry, str) else str(entry) for entry in value]
         plain[key] = "" if value is None else value
     return plain
 
@@ -362,7 +452,7 @@ def _read_file(path: Path) -> Iterator[tuple[str, object]]:
 
 def _flat(table: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
     for key, value in table.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and f"{prefix}{key}" not in SETTINGS:
             yield from _flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value

@@ -291,7 +291,7 @@ def _check_annotations(annotations: Annotations) -> None:
 
 def document_of(spec: Spec) -> dict[str, object]:
     """``spec`` as the JSON document, keys in a fixed order, nothing that is unset."""
-    return _document(spec.version, spec.kind, spec.devices, spec.edits, spec.annotations)
+    return document(spec.version, spec.kind, spec.devices, spec.edits, spec.annotations)
 
 
 def format_spec(spec: Spec) -> bytes:
@@ -304,7 +304,7 @@ def _bytes(document: Mapping[str, object]) -> bytes:
     return msgspec.json.format(json.dumps(document).encode(), indent=2) + b"\n"
 
 
-def _document(
+def document(
     version: str, kind: str, devices: Iterable[Device], edits: Edits, annotations: Annotations = ()
 ) -> dict[str, object]:
     return _set(
@@ -619,7 +619,7 @@ class CdiFile:
     def render(self, slices: Sequence[Slice], inventory: Inventory) -> dict[str, object]:
         """The document that :meth:`publish` would write; nothing is written (``devices`` may be empty here)."""
         devices, edits = self._devices(slices, inventory), self._common()
-        return _document(minimum_version(self._kind, devices, edits), self._kind, devices, edits)
+        return document(minimum_version(self._kind, devices, edits), self._kind, devices, edits)
 
     def status(self) -> CdiStatus:
         """As of the last :meth:`publish`."""

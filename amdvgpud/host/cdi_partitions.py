@@ -35,6 +35,7 @@ from amdvgpud.host.cdi import (
     Mount,
     SimulatedDevices,
     Spec,
+    document,
     minimum_version,
     plain_node,
     proven,
@@ -83,6 +84,11 @@ class WithPartitions:
     def render(self, slices: Sequence[Slice], inventory: Inventory) -> dict[str, object]:
         return self._inner.render(slices, inventory)
 
+    def render_partitions(self, slices: Iterable[Slice], inventory: Inventory) -> dict[str, object]:
+        """The document of the whole partitions among ``slices`` (``devices`` may be empty here)."""
+        devices, edits = self._devices(slices, inventory), self._common()
+        return document(minimum_version(self._kind, devices, edits), self._kind, devices, edits)
+
     def status(self) -> CdiStatus:
         return self._with_error(self._inner.status())
 
@@ -91,7 +97,7 @@ class WithPartitions:
 
     def _publish(self, slices: Iterable[Slice], inventory: Inventory) -> str | None:
         try:
-            devices = tuple(self._device(partition) for partition in reserved_partitions(slices, inventory))
+            devices = self._devices(slices, inventory)
             if not devices:
                 remove_file(self.path)
                 return None
@@ -105,6 +111,9 @@ class WithPartitions:
             log.warning("%s was left as it is: %s", self.path, failure)
             return f"{self.path} was left as it is: {failure}"
         return None
+
+    def _devices(self, slices: Iterable[Slice], inventory: Inventory) -> tuple[Device, ...]:
+        return tuple(self._device(partition) for partition in reserved_partitions(slices, inventory))
 
     def _device(self, partition: Partition) -> Device:
         path = f"/dev/dri/renderD{partition.render_minor}"

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import hashlib
 import json
 import logging
 import mmap
@@ -562,6 +563,16 @@ class LedgerFiles:
             _discard(old)
         self._damaged.pop(name, None)
         self._quiet.pop(name, None)
+
+    def mountpoints(self, names: Sequence[str]) -> str:
+        """A directory that holds an empty one for each of ``names`` and nothing else, for a mount at the place where a
+        container has its slices. It lies in the first one's home, and goes with it.
+        """
+        places = self.slices / names[0] / ("places-" + hashlib.sha256("\n".join(names).encode()).hexdigest()[:16])
+        with _translated(f"slice {names[0]!r}: cannot make {places}", self._tmpfs_bytes):
+            for name in names:
+                (places / name).mkdir(parents=True, exist_ok=True)
+        return str(places)
 
     def names(self) -> frozenset[SliceName]:
         if not self.slices.is_dir():

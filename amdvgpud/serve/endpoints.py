@@ -40,6 +40,7 @@ FEATURES: Final = (
     "dry-run",
     "etag",
     "idempotency-key",
+    "kubelet",
     "leases",
     "long-poll",
     "metrics",

@@ -54,7 +54,6 @@ GRACE_S: Final = 1.0
 """What a call under way gets to end when its server does. The streams of devices end at once."""
 FIRST_PAUSE_S: Final = 1.0
 LONGEST_PAUSE_S: Final = 60.0
-DELIVERIES: Final = ("nodes", "cdi")
 
 _PLUGIN: Final = f"{VERSION}.DevicePlugin"
 _CHANNEL: Final = (("grpc.use_local_subchannel_pool", 1),)
@@ -64,7 +63,8 @@ _CHANNEL: Final = (("grpc.use_local_subchannel_pool", 1),)
 @dataclass(frozen=True, slots=True)
 class KubeletSettings:
     dir: Path
-    delivery: Literal["cdi", "nodes"] = "nodes"
+    delivery: str = "nodes"
+    """``cdi`` or ``nodes``."""
     take_over: bool = False
     """Register a name although somebody else has it: the kubelet lets the last one win."""
     look_s: float = LOOK_S

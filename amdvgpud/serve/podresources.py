@@ -65,6 +65,13 @@ class PodResources:
             for devices in container.devices
         )
 
+    async def since_s(self) -> float:
+        """Unix time from which this kubelet serves. ``HostFailure`` where there is none."""
+        try:
+            return (await asyncio.to_thread(self._socket_path.stat)).st_ctime
+        except OSError as error:
+            raise HostFailure(f"there is no kubelet at {self._socket_path}") from error
+
     async def allocatable(self) -> Mapping[str, frozenset[str]]:
         """Healthy devices by resource, whoever registered them; empty where the kubelet does not say (old, or away)."""
         from amdvgpud.serve.pb import podresources_pb2 as pb
@@ -81,8 +88,7 @@ class PodResources:
         return found
 
     async def _call(self, method: str, request: Any, answer: Any) -> Any:
-        if not await asyncio.to_thread(self._socket_path.exists):
-            raise HostFailure(f"there is no kubelet at {self._socket_path}")
+        await self.since_s()
         import grpc.aio
 
         options = (("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", LONGEST_ANSWER))

@@ -6,7 +6,6 @@ archive; a DRM card and a KFD folder by themselves) are put together in a tempor
 
 from __future__ import annotations
 
-import tarfile
 from pathlib import Path
 
 import pytest
@@ -30,19 +29,6 @@ pytestmark = pytest.mark.fixtures
 MIB = 1024**2
 PCIE, XGMI = LinkKind.PCIE, LinkKind.XGMI
 NO_KFD = "there is no KFD topology: amdgpu came up without compute (HSA) support"
-
-
-@pytest.fixture(scope="session")
-def unpacked(captures: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The two captures that are archives, as trees: ``<folder>/<capture name>/sys``."""
-    folder = tmp_path_factory.mktemp("captures")
-    for name in ("mi300x-8gpu-cpx", "mi308x-8gpu-cpx"):
-        with tarfile.open(captures / name / "tree.tar.xz") as archive:
-            # Debian 12's Python 3.11.2 has no filters yet; the archives are the captures', so nobody's surprise.
-            if hasattr(tarfile, "data_filter"):
-                archive.extraction_filter = tarfile.data_filter
-            archive.extractall(folder / name)  # noqa: S202
-    return folder
 
 
 def card_tree(capture: Path, root: Path) -> Path:

@@ -1,0 +1,182 @@
+"""Leases whose holder is the kubelet: made when it allocates, ended when the container is no more.
+
+The kubelet never says that a container has ended. So its list of pod resources is looked at every few seconds, and a
+lease ends when its device is no longer in it. The list alone is not enough: it does not have init containers, and a
+kubelet that has just started knows no pods yet. So
+
+* a device that was in the list and is not any more has ended, seen twice in a row;
+* one that never was in it is kept while the kubelet's checkpoint has it for a pod whose directory is there (an init
+  container, a pod that is being started), and ended otherwise once its lease is not new;
+* nothing ends while processes run in the slice, or within a minute of the kubelet's start, or while it does not answer.
+
+Late is harmless: a kubelet that hands a device out again gets the same slice again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from amdvgpud.core.errors import AmdvgpuError, Conflict, NotFound
+from amdvgpud.core.model import Holder, Lease, LeaseId, Request, Slice, SliceName
+from amdvgpud.node import Node, NodeView
+from amdvgpud.serve.podresources import CheckpointEntry, PodResources, read_checkpoint
+from amdvgpud.serve.resources import Grant
+
+log = logging.getLogger(__name__)
+
+LOOK_S: Final = 10.0
+NEW_S: Final = 120.0
+"""How long a lease may wait to be seen: images are pulled after Allocate, but the checkpoint is written in it."""
+STARTING_S: Final = 60.0
+"""How long a kubelet's list is not believed after its start; guessed."""
+LOOKS: Final = 2
+
+Granting = Callable[[Sequence[Slice]], Grant]
+"""What slices are for a container. May touch the disk, so it is called in a thread."""
+
+_WORD: Final = "kubelet"
+
+
+def holder_of(resource: str, device: str) -> Holder:
+    return Holder(f"{_WORD} {resource} {device}")
+
+
+def device_of(holder: Holder) -> tuple[str, str] | None:
+    """(resource, device) of a holder that :func:`holder_of` made; None for anybody else."""
+    word, _, rest = holder.text.partition(" ")
+    resource, _, device = rest.partition(" ")
+    return (resource, device) if word == _WORD and device else None
+
+
+def held_by_others(view: NodeView, name: SliceName) -> bool:
+    lease = view.book.lease_of(name)
+    return lease is not None and device_of(lease.holder) is None
+
+
+class KubeletLeases:
+    def __init__(
+        self,
+        node: Node,
+        pod_resources: PodResources,
+        plugins_dir: Path,
+        *,
+        now_s: Callable[[], float] = time.time,
+        look_s: float = LOOK_S,
+    ) -> None:
+        """``plugins_dir``: the kubelet's directory of device plugins, which has the checkpoint too."""
+        self._node = node
+        self._pod_resources = pod_resources
+        self._plugins_dir = plugins_dir
+        self._now_s = now_s
+        self._look_s = look_s
+        self._one_at_a_time = asyncio.Lock()
+        """Of grants, so that the second of two calls for one device finds what the first has taken."""
+        self._seen: set[LeaseId] = set()
+        self._missing: Counter[LeaseId] = Counter()
+
+    async def grant(
+        self, resource: str, wanted: Sequence[tuple[str, SliceName | Request]], granting: Granting
+    ) -> Grant:
+        """What a container gets for the devices of ``wanted``: each is a slice that is there, or one to be made.
+
+        Asked again for what the kubelet holds already, the same, and nothing more is taken. ``Conflict`` where somebody
+        else holds a slice or it is lost; else as :meth:`Node.grant_lease`. What fails has taken nothing.
+        """
+        async with self._one_at_a_time:
+            return await self._grant(resource, wanted, granting)
+
+    async def _grant(
+        self, resource: str, wanted: Sequence[tuple[str, SliceName | Request]], granting: Granting
+    ) -> Grant:
+        items, new = [], []
+        try:
+            for device, what in wanted:
+                name = what.name if isinstance(what, Request) else what
+                there = self._node.view().book.lease_of(name)
+                if there is None or device_of(there.holder) is None:
+                    holder = holder_of(resource, device)
+                    new.append(
+                        await self._node.grant_lease(holder, request=what)
+                        if isinstance(what, Request)
+                        else await self._node.grant_lease(holder, slice=name)
+                    )
+                else:
+                    self._missing.pop(there.id, None)  # a look that is under way must not end it now
+                view = self._node.view()
+                if name in view.lost:
+                    raise Conflict(f"slice {name} is lost: {view.lost[name]}")
+                items.append(view.book.slices[name])
+            return await asyncio.to_thread(granting, items)
+        except BaseException:
+            for lease in new:
+                await self._end(lease, "the call that asked for it failed")
+            raise
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await asyncio.sleep(self._look_s)
+            try:
+                await self.look()
+            except (AmdvgpuError, OSError) as error:
+                log.debug("Who has which devices is not known now, nothing is released: %s", error)
+
+    async def look(self) -> None:
+        """One look; ends the leases that are over. ``HostFailure`` where the kubelet does not answer."""
+        ours = {
+            lease.id: (lease, where)
+            for lease in self._node.view().book.leases.values()
+            if (where := device_of(lease.holder)) is not None
+        }
+        self._seen &= ours.keys()
+        for gone in self._missing.keys() - ours.keys():
+            del self._missing[gone]
+        if not ours or self._now_s() - await self._pod_resources.since_s() < STARTING_S:
+            return
+        active = {(c.resource, entry): c for c in await self._pod_resources.list() for entry in c.ids}
+        remembered = await asyncio.to_thread(self._remembered)
+        for lease, where in ours.values():
+            if where in active:
+                self._seen.add(lease.id)
+                self._missing.pop(lease.id, None)
+            elif self._over(lease, where, remembered):
+                self._missing[lease.id] += 1
+                if self._missing[lease.id] >= LOOKS:
+                    await self._end(lease, "its container is no more")
+            else:
+                self._missing.pop(lease.id, None)
+
+    def _over(
+        self, lease: Lease, where: tuple[str, str], remembered: Mapping[tuple[str, str], CheckpointEntry]
+    ) -> bool:
+        usage = self._node.view().usage.get(lease.slice)
+        if usage is not None and usage.processes:
+            return False
+        if lease.id in self._seen:
+            return True
+        return where not in remembered and self._now_s() - lease.created_s > NEW_S
+
+    def _remembered(self) -> Mapping[tuple[str, str], CheckpointEntry]:
+        """Of the checkpoint, what belongs to pods that the kubelet still has a directory of."""
+        pods = self._plugins_dir.parent / "pods"
+        return {
+            (entry.resource, device): entry
+            for entry in read_checkpoint(self._plugins_dir / "kubelet_internal_checkpoint")
+            if (pods / entry.pod_uid).is_dir() or not pods.is_dir()
+            for device in entry.ids
+        }
+
+    async def _end(self, lease: Lease, why: str) -> None:
+        try:
+            await self._node.release_lease(lease.id)
+            log.info("%s: slice %s is free, %s (%s).", lease.id, lease.slice, why, lease.holder.text)
+        except NotFound:
+            pass  # ended by other means
+        except AmdvgpuError as error:
+            log.warning("%s: the lease is over but could not be ended, the next look tries again: %s", lease.id, error)

@@ -1,0 +1,124 @@
+"""Exclusive GPUs and partitions, by the resource names that AMD's own device plugin has for them.
+
+A device is a Partition (a GPU that is not partitioned has one). What is handed out is a whole slice of it: the Book
+then keeps everybody else away, and the container gets device nodes alone, without gate, library or mask. The slice is
+made at Allocate and goes with its lease; a Partition of which anything is promised otherwise is not fit meanwhile.
+
+Names as ROCm/k8s-device-plugin gives them: by compute and memory mode (``cpx_nps4``), ``single`` or ``mixed``. Other
+than there, a GPU without modes on a mixed node is announced too, as ``amd.com/gpu``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+from amdvgpud.core.errors import NotFound
+from amdvgpud.core.model import (
+    Compute,
+    ComputePolicy,
+    Inventory,
+    Partition,
+    Request,
+    Slice,
+    SliceName,
+)
+from amdvgpud.core.prefer import prefer
+from amdvgpud.core.render import partition_device
+from amdvgpud.node import Node, NodeView
+from amdvgpud.serve.kubelet_leases import Granting, KubeletLeases, device_of
+from amdvgpud.serve.resources import Device, Grant, fit, numa_node_of
+
+log = logging.getLogger(__name__)
+
+NAMINGS: Final = ("single", "mixed")
+GPU: Final = "amd.com/gpu"
+
+
+def resource_names(inventory: Inventory, naming: str) -> Mapping[str, tuple[Partition, ...]]:
+    """The Partitions by resource name. Empty for ``single`` on a node whose GPUs are cut in different ways: there one
+    name would stand for different things, and a pod would get whichever comes first.
+    """
+    modes = {gpu.id: (gpu.compute_partition, gpu.memory_partition) for gpu in inventory.gpus}
+    found: dict[str, list[Partition]] = {}
+    for partition in inventory.partitions:
+        compute, memory = modes[partition.gpu]
+        mode = f"{compute}_{memory}".lower() if compute and memory else ""
+        found.setdefault(mode, []).append(partition)
+    if naming == "single":
+        return {GPU: inventory.partitions} if len(found) == 1 else {}
+    return {f"amd.com/{mode}" if mode else GPU: tuple(partitions) for mode, partitions in sorted(found.items())}
+
+
+class WholeResource:
+    """A :class:`amdvgpud.serve.resources.Resource`."""
+
+    def __init__(
+        self, name: str, node: Node, leases: KubeletLeases, granting: Granting, naming: str, policy: str = "besteffort"
+    ) -> None:
+        self.name = name
+        self._node = node
+        self._leases = leases
+        self._granting = granting
+        self._naming = naming
+        self._policy = policy
+
+    def _places(self, view: NodeView) -> Mapping[str, Partition]:
+        return {partition_device(p): p for p in resource_names(view.inventory, self._naming).get(self.name, ())}
+
+    def devices(self, view: NodeView) -> Sequence[Device]:
+        promised = {
+            share.partition for item in view.book.slices.values() if not _ours(view, item) for share in item.shares
+        }
+        return [
+            Device(device, fit(view, place.gpu) and place.id not in promised, numa_node_of(place))
+            for device, place in self._places(view).items()
+        ]
+
+    async def allocate(self, ids: Sequence[str]) -> Grant:
+        places = self._places(self._node.view())
+        if unknown := sorted(set(ids) - places.keys()):
+            raise NotFound(f"{self.name} has no {', '.join(unknown)}; there are {', '.join(places) or 'none'}")
+        requests = [
+            (device, Request(_slice_name(device), Compute(ComputePolicy.WHOLE), on=(str(places[device].id),)))
+            for device in ids
+        ]
+        return await self._leases.grant(self.name, requests, self._granting)
+
+    def prefer(self, view: NodeView, available: Sequence[str], must_include: Sequence[str], size: int) -> Sequence[str]:
+        return prefer(self._places(view), available, must_include, size, self._policy)
+
+
+class WholeResources:
+    """The resources that the node has now: their names follow the modes that its GPUs are in."""
+
+    def __init__(self, make: Callable[[str], WholeResource], node: Node, naming: str) -> None:
+        self._make = make
+        self._node = node
+        self._naming = naming
+        self._made: dict[str, WholeResource] = {}
+        self._said = False
+
+    def now(self) -> Sequence[WholeResource]:
+        inventory = self._node.view().inventory
+        names = resource_names(inventory, self._naming)
+        if inventory.gpus and not names and not self._said:
+            log.warning(
+                "The GPUs are partitioned in different ways, so one name cannot stand for all of them, and none is "
+                "offered. Set kubelet.naming to mixed, or partition them alike."
+            )
+        self._said = bool(inventory.gpus and not names)
+        for name in names:
+            if name not in self._made:
+                self._made[name] = self._make(name)
+        return [self._made[name] for name in names]
+
+
+def _slice_name(device: str) -> SliceName:
+    return SliceName(f"whole-{device.lower()}")
+
+
+def _ours(view: NodeView, item: Slice) -> bool:
+    lease = view.book.lease_of(item.name)
+    return lease is not None and item.name.startswith("whole-") and device_of(lease.holder) is not None

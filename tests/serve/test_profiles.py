@@ -1,0 +1,347 @@
+"""Profiles, whole GPUs, and the leases that the kubelet holds on them: a real Node, no kubelet but what it says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from amdvgpud.core.errors import Conflict, HostFailure, NoRoom, NotFound
+from amdvgpud.core.health import Condition, Health
+from amdvgpud.core.model import Compute, ComputePolicy, Holder, Request, Slice, SliceName
+from amdvgpud.core.profiles import SliceProfile, parse_profiles
+from amdvgpud.serve.kubelet_leases import KubeletLeases
+from amdvgpud.serve.podresources import ContainerDevices
+from amdvgpud.serve.profiles import ProfileResource, Profiles, slices_of
+from amdvgpud.serve.resources import Device, Grant
+from amdvgpud.serve.whole import WholeResource, WholeResources, resource_names
+from tests.fakes import GIB, an_inventory, in_mode
+from tests.serve.conftest import Desk
+
+QUARTER = SliceProfile("25c-48g", Compute(percent=25), 48 * GIB, 3)
+
+
+def by_name(items: Sequence[Slice]) -> Grant:
+    return Grant(tuple(f"amdvgpu.io/slice={item.name}" for item in items))
+
+
+@dataclass
+class Said:
+    """What a kubelet says of its pods; ``started_s``: since when it runs."""
+
+    containers: list[ContainerDevices] = field(default_factory=list)
+    started_s: float = 0.0
+    silent: bool = False
+
+    async def list(self) -> tuple[ContainerDevices, ...]:
+        return tuple(self.containers)
+
+    async def since_s(self) -> float:
+        if self.silent:
+            raise HostFailure("no kubelet")
+        return self.started_s
+
+    def runs(self, resource: str, *ids: str) -> None:
+        self.containers = [ContainerDevices("default", "p", "c", resource, ids)] if ids else []
+
+
+@pytest.fixture
+def said() -> Said:
+    return Said()
+
+
+@pytest.fixture
+def leases(desk: Desk, said: Said, run_dir: Path) -> KubeletLeases:
+    plugins = run_dir / "kubelet" / "device-plugins"
+    plugins.mkdir(parents=True)
+    (plugins.parent / "pods").mkdir()
+    return KubeletLeases(desk.node, said, plugins, now_s=lambda: desk.now_s)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+async def quarters(desk: Desk, leases: KubeletLeases) -> ProfileResource:
+    await Profiles(desk.node, [QUARTER]).cut()
+    return ProfileResource(QUARTER, desk.node, leases, by_name)
+
+
+def held(desk: Desk) -> dict[str, str]:
+    return {lease.slice: lease.holder.text for lease in desk.node.view().book.leases.values()}
+
+
+def states(resource: Any, desk: Desk) -> dict[str, bool]:
+    return {device.id: device.healthy for device in resource.devices(desk.node.view())}
+
+
+# ------------------------------------------------------------------------------------------------------- cutting
+
+
+async def test_slices_are_cut_once_and_found_again(desk: Desk) -> None:
+    for _ in range(2):
+        await Profiles(desk.node, [QUARTER]).cut()
+        book = desk.node.view().book
+        assert (sorted(book.slices), book.revision) == (["25c-48g-0", "25c-48g-1", "25c-48g-2"], 3)
+
+
+async def test_a_count_of_zero_cuts_as_many_as_fit(desk: Desk) -> None:
+    await Profiles(desk.node, parse_profiles("big=50%:96GiB:1, rest=25%:48GiB:0")).cut()
+    assert sorted(desk.node.view().book.slices) == ["big-0", *(f"rest-{n}" for n in range(6))]
+
+
+async def test_a_profile_that_does_not_fit_is_said_once_and_the_others_go_on(
+    desk: Desk, caplog: pytest.LogCaptureFixture
+) -> None:
+    profiles = Profiles(desk.node, parse_profiles("huge=25%:900GiB, five=50%:96GiB:5, small=5%:1GiB:1"))
+    for _ in range(2):
+        await profiles.cut()
+    assert sorted(desk.node.view().book.slices) == ["five-0", "five-1", "five-2", "five-3"]
+    huge, five, small = (r.getMessage() for r in caplog.records if r.name == "amdvgpud.serve.profiles")
+    assert huge.startswith("Profile huge: there is room for 0 of its slices: wanted 900 GiB")
+    assert five.startswith("Profile five: there is room for 4 of its slices, not 5: wanted 96 GiB")
+    assert small.startswith("Profile small: there is room for 0 of its slices, not 1: wanted")
+
+
+async def test_what_is_in_use_is_kept_when_its_profile_changes_and_replaced_later(
+    desk: Desk, leases: KubeletLeases, said: Said, quarters: ProfileResource
+) -> None:
+    await quarters.allocate(["25c-48g-1"])
+    said.runs("amdvgpu.io/25c-48g", "25c-48g-1")
+    smaller = SliceProfile("25c-48g", Compute(percent=25), 24 * GIB, 2)
+    cutting = Profiles(desk.node, [smaller])
+    resource = ProfileResource(smaller, desk.node, leases, by_name)
+    await cutting.cut()
+    await cutting.cut()
+    # One of the old three is in use; the others have the new size, and the number is that of the new profile.
+    assert states(resource, desk) == {"25c-48g-0": True, "25c-48g-2": True}
+    assert held(desk) == {"25c-48g-1": "kubelet amdvgpu.io/25c-48g 25c-48g-1"}
+
+
+async def test_more_than_are_configured_go_when_nobody_uses_them(
+    desk: Desk, leases: KubeletLeases, quarters: ProfileResource
+) -> None:
+    await quarters.allocate(["25c-48g-2"])
+    cutting = Profiles(desk.node, [SliceProfile("25c-48g", Compute(percent=25), 48 * GIB, 1)])
+    await cutting.cut()
+    assert sorted(desk.node.view().book.slices) == ["25c-48g-0", "25c-48g-1", "25c-48g-2"]
+    (lease,) = desk.node.view().book.leases
+    await desk.node.release_lease(lease)
+    await cutting.cut()
+    assert sorted(desk.node.view().book.slices) == ["25c-48g-0"]
+
+
+# ------------------------------------------------------------------------------------------------------- devices
+
+
+async def test_a_slice_is_fit_while_its_gpu_is_and_nobody_else_holds_it(desk: Desk, quarters: ProfileResource) -> None:
+    view = desk.node.view()
+    assert quarters.devices(view) == [Device(f"25c-48g-{n}", True, 0) for n in range(3)]
+    await desk.node.grant_lease(Holder("somebody"), slice=SliceName("25c-48g-1"))
+    assert states(quarters, desk) == {"25c-48g-0": True, "25c-48g-1": False, "25c-48g-2": True}
+    (gpu,) = {share.partition.rpartition("/")[0] for item in slices_of(QUARTER, view) for share in item.shares}
+    for verdict, fit in ((Condition.UNKNOWN, False), (Condition.DEGRADED, True), (Condition.UNHEALTHY, False)):
+        await desk.node.set_health({g.id: Health(verdict) for g in view.inventory.gpus if g.id == gpu})
+        assert states(quarters, desk)["25c-48g-0"] is fit, verdict
+    await desk.node.set_health({})
+    await desk.node.set_cordoned(view.inventory.gpus[0].id, True)
+    await desk.node.set_cordoned(view.inventory.gpus[1].id, True)
+    assert not any(states(quarters, desk).values())
+
+
+async def test_a_lost_slice_stays_and_is_unfit(desk: Desk, quarters: ProfileResource) -> None:
+    desk.sysfs.inventory = an_inventory(0)
+    await desk.node.rescan()
+    assert quarters.devices(desk.node.view()) == [Device(f"25c-48g-{n}", False, None) for n in range(3)]
+
+
+@pytest.mark.parametrize(("numa_node", "told"), [(None, None), (-1, None), (1, 1), (0, 0)])
+async def test_only_a_numa_node_that_there_is_is_told(
+    make_desk: Any, run_dir: Path, numa_node: int | None, told: int | None
+) -> None:
+    desk = await make_desk()
+    gpus = tuple(
+        replace(gpu, partitions=tuple(replace(p, numa_node=numa_node) for p in gpu.partitions))
+        for gpu in desk.sysfs.inventory.gpus
+    )
+    desk.sysfs.inventory = replace(desk.sysfs.inventory, gpus=gpus, generation_id=2)
+    await desk.node.rescan()
+    await Profiles(desk.node, [QUARTER]).cut()
+    resource = ProfileResource(QUARTER, desk.node, None, by_name)  # type: ignore[arg-type]
+    assert {device.numa_node for device in resource.devices(desk.node.view())} == {told}
+
+
+# ------------------------------------------------------------------------------------------------------ allocate
+
+
+async def test_the_second_call_gives_the_same_and_takes_nothing_more(desk: Desk, quarters: ProfileResource) -> None:
+    first = await quarters.allocate(["25c-48g-0", "25c-48g-2"])
+    revision = desk.node.view().book.revision
+    assert await quarters.allocate(["25c-48g-0", "25c-48g-2"]) == first
+    assert first.cdi_devices == ("amdvgpu.io/slice=25c-48g-0", "amdvgpu.io/slice=25c-48g-2")
+    assert desk.node.view().book.revision == revision
+    assert held(desk) == {f"25c-48g-{n}": f"kubelet amdvgpu.io/25c-48g 25c-48g-{n}" for n in (0, 2)}
+
+
+async def test_a_call_that_fails_has_taken_nothing(
+    desk: Desk, quarters: ProfileResource, leases: KubeletLeases
+) -> None:
+    await desk.node.grant_lease(Holder("somebody"), slice=SliceName("25c-48g-1"))
+    with pytest.raises(Conflict, match=r"held by lease .* \(somebody\)"):
+        await quarters.allocate(["25c-48g-0", "25c-48g-1"])
+    with pytest.raises(NotFound, match="has no 25c-48g-9; there are 25c-48g-0, 25c-48g-1, 25c-48g-2"):
+        await quarters.allocate(["25c-48g-0", "25c-48g-9"])
+
+    def failing(items: Sequence[Slice]) -> Grant:
+        raise HostFailure("the disk is full")
+
+    with pytest.raises(HostFailure):
+        await ProfileResource(QUARTER, desk.node, leases, failing).allocate(["25c-48g-0"])
+    assert held(desk) == {"25c-48g-1": "somebody"}
+
+
+# ------------------------------------------------------------------------------------------------------- release
+
+
+async def looks(desk: Desk, leases: KubeletLeases, count: int) -> None:
+    for _ in range(count):
+        desk.now_s += 10
+        await leases.look()
+
+
+async def test_a_lease_ends_when_its_container_is_no_more(
+    desk: Desk, leases: KubeletLeases, said: Said, quarters: ProfileResource
+) -> None:
+    await quarters.allocate(["25c-48g-0", "25c-48g-1"])
+    said.runs("amdvgpu.io/25c-48g", "25c-48g-0", "25c-48g-1")
+    await looks(desk, leases, 3)
+    said.runs("amdvgpu.io/25c-48g", "25c-48g-1")
+    await looks(desk, leases, 1)
+    assert set(held(desk)) == {"25c-48g-0", "25c-48g-1"}  # one look may have come at a bad moment
+    await looks(desk, leases, 1)
+    assert set(held(desk)) == {"25c-48g-1"}
+    assert sorted(desk.node.view().book.slices) == ["25c-48g-0", "25c-48g-1", "25c-48g-2"]
+
+
+async def test_a_container_that_is_still_being_started_keeps_its_lease_and_one_that_never_was_does_not(
+    desk: Desk, leases: KubeletLeases, run_dir: Path, quarters: ProfileResource
+) -> None:
+    await quarters.allocate(["25c-48g-0", "25c-48g-1", "25c-48g-2"])
+    kubelet = run_dir / "kubelet"
+    (kubelet / "pods" / "uid-0").mkdir()
+    checkpoint = {
+        "Data": {
+            "PodDeviceEntries": [
+                {"PodUID": uid, "ContainerName": "c", "ResourceName": "amdvgpu.io/25c-48g", "DeviceIDs": ids}
+                for uid, ids in (("uid-0", {"-1": ["25c-48g-0"]}), ("uid-gone", {"0": ["25c-48g-1"]}))
+            ],
+            "RegisteredDevices": {},
+        },
+        "Checksum": 1,
+    }
+    (kubelet / "device-plugins" / "kubelet_internal_checkpoint").write_text(json.dumps(checkpoint))
+    await looks(desk, leases, 12)
+    assert set(held(desk)) == {"25c-48g-0", "25c-48g-1", "25c-48g-2"}  # two minutes for an image to come
+    await looks(desk, leases, 2)
+    assert set(held(desk)) == {"25c-48g-0"}
+
+
+async def test_nothing_ends_while_somebody_runs_in_it_or_the_kubelet_cannot_know(
+    desk: Desk, leases: KubeletLeases, said: Said, quarters: ProfileResource
+) -> None:
+    await quarters.allocate(["25c-48g-0"])
+    said.runs("amdvgpu.io/25c-48g", "25c-48g-0")
+    await looks(desk, leases, 1)
+    said.runs("")
+    said.started_s = desk.now_s  # it restarts
+    await looks(desk, leases, 5)
+    said.silent = True
+    with pytest.raises(HostFailure):
+        await leases.look()
+    said.silent = False
+    desk.files.run_a_process_in(SliceName("25c-48g-0"))
+    await desk.node.tick()
+    await looks(desk, leases, 5)
+    assert set(held(desk)) == {"25c-48g-0"}
+    desk.files.usages.clear()
+    desk.files.write(desk.node.view().book.slices[SliceName("25c-48g-0")], desk.sysfs.inventory)
+    await desk.node.tick()
+    await looks(desk, leases, 2)
+    assert held(desk) == {}
+
+
+async def test_leases_of_others_are_no_business_of_the_kubelet(
+    desk: Desk, leases: KubeletLeases, said: Said, quarters: ProfileResource
+) -> None:
+    await desk.node.grant_lease(Holder("kubelet"), slice=SliceName("25c-48g-0"))
+    await looks(desk, leases, 50)
+    assert held(desk) == {"25c-48g-0": "kubelet"}
+
+
+# --------------------------------------------------------------------------------------------------------- whole
+
+
+@pytest.mark.parametrize(
+    ("modes", "naming", "names"),
+    [
+        (("SPX", "SPX"), "single", {"amd.com/gpu": 2}),
+        (("CPX", "CPX"), "single", {"amd.com/gpu": 16}),
+        (("SPX", "CPX"), "single", {}),
+        ((None, None), "mixed", {"amd.com/gpu": 2}),
+        (("CPX", "CPX"), "mixed", {"amd.com/cpx_nps1": 16}),
+        (("SPX", "CPX"), "mixed", {"amd.com/spx_nps1": 1, "amd.com/cpx_nps1": 8}),
+        ((None, "QPX"), "mixed", {"amd.com/gpu": 1, "amd.com/qpx_nps1": 4}),
+        ((), "single", {}),
+    ],
+)
+def test_names_follow_the_modes(modes: Sequence[str | None], naming: str, names: Mapping[str, int]) -> None:
+    gpus = [
+        replace(gpu, compute_partition=None) if mode is None else in_mode(gpu, mode) if mode != "SPX" else gpu
+        for gpu, mode in zip(an_inventory(len(modes)).gpus, modes, strict=True)
+    ]
+    inventory = replace(an_inventory(0), gpus=tuple(gpus))
+    assert {name: len(places) for name, places in resource_names(inventory, naming).items()} == names
+
+
+@pytest.fixture
+def whole(desk: Desk, leases: KubeletLeases) -> WholeResource:
+    return WholeResource("amd.com/gpu", desk.node, leases, by_name, "single")
+
+
+async def test_a_whole_gpu_is_taken_from_everybody_else_and_comes_back(
+    desk: Desk, leases: KubeletLeases, said: Said, whole: WholeResource
+) -> None:
+    first, second = (f"{gpu.id}-0" for gpu in desk.sysfs.inventory.gpus)
+    assert states(whole, desk) == {first: True, second: True}
+    await desk.node.put_slice(Request(SliceName("alice"), Compute(percent=25), GIB, on=("0",)))
+    assert states(whole, desk) == {first: False, second: True}
+    granted = await whole.allocate([second])
+    assert await whole.allocate([second]) == granted
+    assert states(whole, desk) == {first: False, second: True}
+    (name,) = held(desk)
+    assert desk.node.view().book.slices[SliceName(name)].request.compute.policy is ComputePolicy.WHOLE
+    with pytest.raises(NoRoom):
+        await desk.node.put_slice(Request(SliceName("bob"), Compute(percent=25), GIB, on=("1",)))
+    with pytest.raises(NoRoom):
+        await whole.allocate([first])
+    said.runs("amd.com/gpu", second)
+    await looks(desk, leases, 1)
+    said.runs("")
+    await looks(desk, leases, 2)
+    assert sorted(desk.node.view().book.slices) == ["alice"]
+
+
+async def test_gpus_that_are_cut_in_different_ways_are_not_offered_by_one_name(
+    desk: Desk, leases: KubeletLeases, caplog: pytest.LogCaptureFixture
+) -> None:
+    offered = WholeResources(
+        lambda name: WholeResource(name, desk.node, leases, by_name, "single"), desk.node, "single"
+    )
+    assert [resource.name for resource in offered.now()] == ["amd.com/gpu"]
+    first, second = desk.sysfs.inventory.gpus
+    desk.sysfs.inventory = replace(desk.sysfs.inventory, gpus=(first, in_mode(second, "CPX")), generation_id=2)
+    await desk.node.rescan()
+    assert list(offered.now()) == list(offered.now()) == []
+    (text,) = [r.getMessage() for r in caplog.records if r.name == "amdvgpud.serve.whole"]
+    assert text.startswith("The GPUs are partitioned in different ways")
