@@ -21,16 +21,20 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from amdvgpud import __version__
+from amdvgpud.core import watchdog
 from amdvgpud.core.errors import AmdvgpuError, HostFailure, Invalid, NotFound
 from amdvgpud.core.health import Policy, wedged
-from amdvgpud.core.model import Inventory
+from amdvgpud.core.model import Inventory, SliceName
 from amdvgpud.core.modes import parse_targets
+from amdvgpud.guard import Guard, Leftovers
 from amdvgpud.host import amdsmi
 from amdvgpud.host.cdi import CdiFile, SimulatedDevices
 from amdvgpud.host.cdi_partitions import WithPartitions
 from amdvgpud.host.health import StandingsFile, SysfsHealth
+from amdvgpud.host.kfd import KernelFigures
 from amdvgpud.host.ledger import LedgerFiles
 from amdvgpud.host.partition import PartitionFiles
+from amdvgpud.host.pidfd import ProcessEnder, SlotOwners
 from amdvgpud.host.procs import process_alive, start_ticks
 from amdvgpud.host.smi import KfdChildren
 from amdvgpud.host.store import BookStore
@@ -55,7 +59,10 @@ log = logging.getLogger(__name__)
 INSTALLED_LIBRARY: Final = Path("/usr/lib/amdvgpu/libamdvgpu.so")
 """Where the packages put the gate; replaced there by rename on an upgrade, so running programs keep theirs."""
 
-RELOADED: Final = frozenset({"tick_s", "rescan_s", "log_level", "health.pulse_s"})
+RELOADED: Final = frozenset(
+    {"tick_s", "rescan_s", "log_level", "health.pulse_s", "kernel.sample_s"}
+    | {key for key in SETTINGS if key.startswith("watchdog.")}
+)
 """Settings that a reload puts in force; the others are said to wait for a restart."""
 
 
@@ -96,20 +103,21 @@ class Parts:
     kfd: KfdChildren
     partitions: WithPartitions
     files: LedgerFiles
+    figures: KernelFigures
+    left: Leftovers
 
 
 def assemble(settings: Settings) -> Parts:
     """The real adapters around a Node; for a simulated machine, its tree is built here first."""
-    root, simulated = settings.sysfs_root, None
+    root, simulated, refresh = settings.sysfs_root, None, _nothing
     partitions = PartitionFiles(root, own_pids=lambda: kfd.own_pids())
     eyes = SysfsHealth(root)
     if settings.simulate:
         root = settings.run_dir / "simulated"
         simulation = parse_simulation(settings.simulate)
         driver = SimulatedDriver(simulation, root)
-        partitions = PartitionFiles(
-            root, write=driver.write, refresh=driver.refresh_processes, own_pids=lambda: kfd.own_pids()
-        )
+        refresh = driver.refresh_processes
+        partitions = PartitionFiles(root, write=driver.write, refresh=refresh, own_pids=lambda: kfd.own_pids())
         eyes = SysfsHealth(root, read=driver.read, open_node=driver.open_node)
         if build_tree(simulation, root):
             log.info("Simulated machine %s written to %s.", settings.simulate, root)
@@ -150,6 +158,15 @@ def assemble(settings: Settings) -> Parts:
         environment={"SOFTKFD_ROOT": str(root), "LD_PRELOAD": str(simulated.softkfd)} if simulated else None,
     )
     files = LedgerFiles(settings.run_dir, sysfs_root=root, tmpfs_bytes=settings.slices_tmpfs_bytes)
+    figures = KernelFigures(
+        settings.run_dir / "slices",
+        root=root,
+        now_s=time.time,
+        vram_used_bytes=sysfs.vram_used_bytes,
+        refresh=refresh,
+        sdma=settings.kernel_sdma,
+    )
+    left = Leftovers(figures)
     node = Node(
         sysfs,
         BookStore(settings.state_dir),
@@ -160,6 +177,7 @@ def assemble(settings: Settings) -> Parts:
         max_slices_per_partition=settings.max_slices_per_partition,
         modes=partitions,
         kfd_holder=kfd,
+        leftovers=left,
     )
     watch = HealthWatch(
         node,
@@ -171,7 +189,19 @@ def assemble(settings: Settings) -> Parts:
     )
     metrics.health_checks = lambda: watch.sources
     preload = (gate,) if simulated is None else (gate, simulated.softkfd)
-    return Parts(node, counted, metrics, preload, None if simulated is None else root, watch, kfd, whole, files)
+    return Parts(
+        node,
+        counted,
+        metrics,
+        preload,
+        None if simulated is None else root,
+        watch,
+        kfd,
+        whole,
+        files,
+        figures,
+        left,
+    )
 
 
 def _health_policy(settings: Settings) -> Policy:
@@ -188,6 +218,19 @@ def _kubelet(settings: Settings, parts: Parts) -> Kubelet:
     from amdvgpud.kubernetes import Kubelet
 
     return Kubelet(settings, parts.node, parts.cdi, parts.partitions, parts.files.mountpoints, parts.metrics)
+
+
+def _nothing() -> None:
+    """A real machine's kfd/proc is up to date by itself."""
+
+
+def _rules(settings: Settings) -> watchdog.Rules:
+    return watchdog.Rules(
+        watchdog.Policy(settings.watchdog_policy),
+        settings.watchdog_allowance,
+        settings.watchdog_after_s,
+        settings.watchdog_grace_s,
+    )
 
 
 def _api_settings(settings: Settings) -> ApiSettings:
@@ -260,6 +303,18 @@ class Daemon:
         self._stop = asyncio.Event()
         self._parts = assemble(settings)
         self._kubelet = _kubelet(settings, self._parts) if settings.kubelet_mode else None
+        self._guard = Guard(
+            self._parts.node,
+            self._parts.figures,
+            ProcessEnder(settings.run_dir / "slices"),
+            lambda: _rules(self._settings),
+            now_s=time.time,
+            left=self._parts.left,
+        )
+        self._owners = SlotOwners(self._reclaim_soon)
+        self._bereft: set[SliceName] = set()
+        """Slices of which a process has ended: what it held is returned at once."""
+        self._reclaiming: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
         """Until :meth:`stop`; or until something that must not end does, and then with its error."""
@@ -286,6 +341,7 @@ class Daemon:
                     tasks.create_task(self._watch(tasks), name="uevents"),
                     tasks.create_task(self._pulses(), name="pulse"),
                     tasks.create_task(self._parts.kfd.run(), name="kfd events"),
+                    tasks.create_task(self._guard.run(lambda: self._settings.kernel_sample_s), name="guard"),
                 ]
                 if self._kubelet is not None:
                     eternal.append(tasks.create_task(self._kubelet.run(), name="kubelet"))
@@ -294,6 +350,7 @@ class Daemon:
                 for task in eternal:
                     task.cancel()
         finally:
+            self._owners.close()
             await api.close()
 
     def stop(self) -> None:
@@ -341,6 +398,7 @@ class Daemon:
             config=lambda: shown(self._settings),
             reload=self.reload,
             preload=self._parts.preload,
+            guard=self._guard.view,
             environment={"SOFTKFD_ROOT": str(self._parts.simulated_root)} if self._parts.simulated_root else {},
         )
 
@@ -359,12 +417,27 @@ class Daemon:
             try:
                 await node.tick()
                 await self._parts.metrics.sample(node.view().inventory)
+                await self._owners.follow(node.view().usage)
             except (AmdvgpuError, OSError) as error:
                 log.warning(
                     "A look at ledgers and leases failed, the next one is due in %g s: %s", self._settings.tick_s, error
                 )
             self._supervisor.notify("WATCHDOG=1")
             await asyncio.sleep(self._settings.tick_s)
+
+    def _reclaim_soon(self, name: SliceName) -> None:
+        """Many may end together: one look serves all that have ended before it begins."""
+        self._bereft.add(name)
+        if self._reclaiming is None or self._reclaiming.done():
+            self._reclaiming = asyncio.get_running_loop().create_task(self._reclaim(), name="reclaim")
+
+    async def _reclaim(self) -> None:
+        while self._bereft:
+            names, self._bereft = sorted(self._bereft), set()
+            try:
+                await self._parts.node.reclaim(names)
+            except (AmdvgpuError, OSError) as error:
+                log.warning("What dead processes held could not be returned, the next tick tries again: %s", error)
 
     async def _rescan(self) -> None:
         while True:

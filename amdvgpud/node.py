@@ -14,13 +14,14 @@ import secrets
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Final, TypeVar
 
 from amdvgpud.core import identify, modes
 from amdvgpud.core import plan as planner
 from amdvgpud.core.cumask import layout_hash
-from amdvgpud.core.errors import AmdvgpuError, Conflict, HostFailure, Invalid, NotFound, Stale
-from amdvgpud.core.health import Health, effective
+from amdvgpud.core.errors import AmdvgpuError, Conflict, HostFailure, Invalid, Lingering, NoRoom, NotFound, Stale
+from amdvgpud.core.health import Condition, Health, effective
 from amdvgpud.core.model import (
     Book,
     ComputePolicy,
@@ -31,6 +32,7 @@ from amdvgpud.core.model import (
     Inventory,
     Lease,
     LeaseId,
+    PartitionId,
     Request,
     Slice,
     SliceName,
@@ -43,8 +45,10 @@ from amdvgpud.ports import (
     CdiStatus,
     Journal,
     KfdHolder,
+    Leftovers,
     Modes,
     NoKfdHolder,
+    NoLeftovers,
     NoModes,
     SliceFiles,
     Sysfs,
@@ -143,6 +147,7 @@ class Node:
         max_slices_per_partition: int = 64,
         modes: Modes | None = None,
         kfd_holder: KfdHolder | None = None,
+        leftovers: Leftovers | None = None,
         pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         """``now_s`` is Unix time; ``process_alive`` answers for a holder's process (a holder without one lives);
@@ -150,6 +155,7 @@ class Node:
         self._sysfs = sysfs
         self._modes = modes or NoModes()
         self._kfd_holder = kfd_holder or NoKfdHolder()
+        self._leftovers = leftovers or NoLeftovers()
         self._pause = pause
         self._journal = journal
         self._files = files
@@ -219,7 +225,7 @@ class Node:
 
     async def plan(self, request: Request) -> Plan:
         """Where ``request`` would go; nothing changes. Raises what :meth:`put_slice` would."""
-        return self._place(request)
+        return await self._place_on_clean(request)
 
     # ------------------------------------------------------------------------------------------------- lifetime
 
@@ -245,7 +251,10 @@ class Node:
     async def tick(self) -> None:
         """Once a period: end the leases that are over, return what dead processes held, read the ledgers."""
         await self._end_leases()
-        names = list(self._book.slices)
+        await self.reclaim(list(self._book.slices))
+
+    async def reclaim(self, names: Sequence[SliceName]) -> None:
+        """Return what dead processes held in these slices, and read their ledgers. A slice that is gone is none."""
         for name, freed_bytes in await asyncio.to_thread(self._reclaim, names):
             self._tell("ledger.reclaimed", name, f"{freed_bytes} bytes of dead processes were returned to the slice")
         await self._read_ledgers(names)
@@ -402,7 +411,7 @@ class Node:
             if same and request.name not in self._lost:
                 return there, False
             await self._refuse_if_used(there, "replaced")
-        item = self._placed(request, owner_uid)
+        item = self._placed(request, owner_uid, await self._place_on_clean(request))
         await self._become(self._book.with_slice(item), rewrite=True)
         verb = "created" if there is None else "replaced"
         self._tell(f"slice.{verb}", item.name, f"{verb} on {', '.join(s.partition for s in item.shares)}")
@@ -433,7 +442,8 @@ class Node:
         if request is not None:
             if request.name in self._book.slices:
                 raise Conflict(f"slice {request.name} exists already: lease it by its name, or ask under another one")
-            item = self._placed(self._canonical(request), owner_uid)
+            request = self._canonical(request)
+            item = self._placed(request, owner_uid, await self._place_on_clean(request))
             book = self._book.with_slice(item)
         else:
             assert slice is not None  # noqa: S101  # grant_lease has checked it
@@ -714,8 +724,34 @@ class Node:
 
         return replace(request, on=tuple(lasting(text) for text in request.on))
 
-    def _place(self, request: Request) -> Plan:
-        unfit = {gpu: verdict for gpu, verdict in self._health.items() if not verdict.placeable}
+    async def _place_on_clean(self, request: Request) -> Plan:
+        """As :meth:`_place`; and what goes to whole Partitions goes to none on which a former user has left something.
+
+        ``Lingering`` where only such ones are left: mostly that passes.
+        """
+        unclean: dict[GpuId, Health] = {}
+        while True:
+            try:
+                plan = self._place(request, unclean)
+            except NoRoom as error:
+                if not unclean:
+                    raise
+                reasons = "; ".join(f"{gpu}: {verdict.reason}" for gpu, verdict in unclean.items())
+                raise Lingering(f"slice {request.name} wants a whole partition, and is held back: {reasons}") from error
+            if request.compute.policy is not ComputePolicy.WHOLE:
+                return plan
+            inventory, found = self._inventory, len(unclean)
+            for share in plan.shares:
+                gpu, partition = self._gpu(_gpu_of(share.partition)), inventory.partition(share.partition)
+                if partition is None:
+                    continue
+                if (reason := await asyncio.to_thread(self._leftovers.on, gpu, (partition,), inventory)) is not None:
+                    unclean[gpu.id] = Health(Condition.UNKNOWN, reason)
+            if len(unclean) == found:
+                return plan
+
+    def _place(self, request: Request, unclean: Mapping[GpuId, Health] = MappingProxyType({})) -> Plan:
+        unfit = {gpu: verdict for gpu, verdict in self._health.items() if not verdict.placeable} | dict(unclean)
         plan = planner.place(self._book, self._inventory, request, unfit)
         for share in plan.shares:
             neighbours = sum(
@@ -728,8 +764,8 @@ class Node:
                 raise Conflict(f"{share.partition} has {neighbours} slices, and the configuration allows no more")
         return plan
 
-    def _placed(self, request: Request, owner_uid: int) -> Slice:
-        shares = self._place(request).shares
+    def _placed(self, request: Request, owner_uid: int, plan: Plan | None = None) -> Slice:
+        shares = (plan or self._place(request)).shares
         return Slice(request.name, request, shares, self._now_s(), self._book.revision + 1, owner_uid)
 
     async def _refuse_if_used(self, item: Slice, verb: str) -> None:
@@ -921,6 +957,10 @@ class Node:
 
         usage = await asyncio.to_thread(read)
         self._usage.update((n, u) for n, u in usage.items() if n in self._book.slices)
+
+
+def _gpu_of(partition: PartitionId) -> GpuId:
+    return GpuId(partition.rpartition("/")[0])
 
 
 def _changed(before: Book, after: Book) -> list[SliceName]:

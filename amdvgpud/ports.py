@@ -12,7 +12,7 @@ from typing import Protocol
 
 from amdvgpud.core.errors import HostFailure
 from amdvgpud.core.health import Count, Finding, Standings
-from amdvgpud.core.model import Book, Gpu, GpuId, Inventory, Slice, SliceName, Usage
+from amdvgpud.core.model import Book, Gpu, GpuId, Inventory, Partition, Slice, SliceName, Usage
 
 
 class Sysfs(Protocol):
@@ -123,6 +123,21 @@ class HealthMemory(Protocol):
     def save(self, standings: Standings) -> None:
         """``HostFailure`` where it cannot be kept."""
         ...
+
+
+class Leftovers(Protocol):
+    """Looks who is on a Partition that is to be handed on as a whole."""
+
+    def on(self, gpu: Gpu, partitions: Sequence[Partition], inventory: Inventory) -> str | None:
+        """Why they cannot be handed on now, in words; None: nobody is seen there. Blocking."""
+        ...
+
+
+class NoLeftovers:
+    """Where nobody can look: a :class:`Leftovers` that sees nothing."""
+
+    def on(self, gpu: Gpu, partitions: Sequence[Partition], inventory: Inventory) -> str | None:
+        return None
 
 
 class Journal(Protocol):

@@ -267,6 +267,38 @@ class Settings:
     cdi_version_limit: str = _setting(
         "cdi.version_limit", "", _text, "Highest CDI version the file may declare; refused at start if too low."
     )
+    kernel_sample_s: float = _setting(
+        "kernel.sample_s",
+        10,
+        _seconds,
+        "Seconds between two looks at what the kernel accounts to each process; more where a look would cost above a "
+        "hundredth of a core.",
+    )
+    kernel_sdma: bool = _setting(
+        "kernel.sdma",
+        False,
+        _flag,
+        "Read the copy engines' activity too. Slow: the kernel reads the memory of each process for it.",
+    )
+    watchdog_policy: str = _setting(
+        "watchdog.policy",
+        "observe",
+        _word("observe", "warn", "kill"),
+        "What is done about a process that goes around its slice's gate: observe tells it in events and metrics, warn "
+        "in the log and in warnings too, kill ends it.",
+    )
+    watchdog_allowance: int = _setting(
+        "watchdog.allowance",
+        "64MiB",
+        _size,
+        "VRAM that a process may have beyond what its ledger slot says.",
+    )
+    watchdog_after_s: float = _setting(
+        "watchdog.after_s", 60, _seconds, "Seconds for which that has to last before anything is said or done."
+    )
+    watchdog_grace_s: float = _setting(
+        "watchdog.grace_s", 10, _seconds, "Seconds from the telling to SIGTERM, and from that to SIGKILL."
+    )
     partition_target: tuple[str, ...] = _setting(
         "partition.target",
         [],

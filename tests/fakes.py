@@ -22,6 +22,7 @@ from amdvgpud.core.model import (
     Usage,
 )
 from amdvgpud.core.modes import profiles
+from amdvgpud.core.truth import KernelPicture
 from amdvgpud.ports import CdiStatus, KfdUser
 
 GIB = 1024**3
@@ -260,3 +261,31 @@ class MemoryCdi:
 
     def status(self) -> CdiStatus:
         return self.last
+
+
+@dataclass
+class StillFigures:
+    """A kernel that says what it is told to say."""
+
+    picture: KernelPicture = field(default_factory=KernelPicture)
+    looks: int = 0
+
+    def read(self, inventory: Inventory) -> KernelPicture:
+        self.looks += 1
+        return self.picture
+
+
+@dataclass
+class StillEnder:
+    """Ends whoever it knows: process (pid, start time) -> the slice that its mounts show."""
+
+    living: dict[tuple[int, int], SliceName] = field(default_factory=dict)
+    sent: list[tuple[int, int]] = field(default_factory=list)
+    refusal: HostFailure | None = None
+
+    def end(self, pid: int, start: int, name: SliceName, number: int) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+        if self.living.get((pid, start)) != name:
+            raise NotFound(f"process {pid} has ended, or is another one by now")
+        self.sent.append((pid, number))

@@ -55,6 +55,13 @@ class Conflict(AmdvgpuError):
     code = "conflict"
 
 
+class Lingering(Conflict):
+    """What was asked for is not clean yet: a former user has left something there, which mostly goes by itself."""
+
+    RETRY_AFTER_S: ClassVar[int] = 10
+    """When asking again is worth it; guessed."""
+
+
 class Stale(AmdvgpuError):
     """The caller's picture is older than the state: read again, decide again (HTTP 412)."""
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Final
 
 from amdvgpud.core.model import SliceName
 from amdvgpud.core.truth import Comparison, ProcessTruth, Truth
@@ -23,7 +24,7 @@ class Policy(StrEnum):
     WARN = "warn"
     """Warn of it in the log too, and in the node's warnings for as long as it lasts."""
     KILL = "kill"
-    """End the process too: SIGTERM, and SIGKILL after a grace."""
+    """End the process too, a grace after it was told of: SIGTERM, and SIGKILL after another one."""
 
 
 class Reason(StrEnum):
@@ -49,7 +50,7 @@ class Rules:
     nothing, and nobody has measured it on hardware."""
     after_s: float = 60.0
     grace_s: float = 10.0
-    """Between SIGTERM and SIGKILL; as container runtimes have it."""
+    """Between the telling, SIGTERM and SIGKILL; as container runtimes have it."""
 
     def __post_init__(self) -> None:
         if self.allowance_bytes < 0 or self.after_s < 0 or self.grace_s < 0:
@@ -122,9 +123,10 @@ def _suspicion(truth: Truth, process: ProcessTruth, reason: Reason, now_s: float
 
 def _next_step(rules: Rules, of: Suspicion, now_s: float) -> Step | None:
     if of.step is None:
-        if now_s - of.since_s < rules.after_s:
-            return None
-        return Step.TERMINATE if rules.policy is Policy.KILL else Step.TELL
+        return Step.TELL if now_s - of.since_s >= rules.after_s else None
     if rules.policy is not Policy.KILL or now_s - of.step_s < rules.grace_s:
         return None
-    return {Step.TELL: Step.TERMINATE, Step.TERMINATE: Step.KILL, Step.KILL: Step.SURVIVED}.get(of.step)
+    return _AFTER.get(of.step)
+
+
+_AFTER: Final = {Step.TELL: Step.TERMINATE, Step.TERMINATE: Step.KILL, Step.KILL: Step.SURVIVED}

@@ -285,6 +285,10 @@ class ShareView(Struct, kw_only=True):
     cus: str | None
     """Ranges as HSA_CU_MASK writes them (`0-31,64`); null: all, unmasked."""
     shared: bool
+    driver_bytes: int | None = None
+    """VRAM that the kernel accounts to the slice's processes, as of its last look; null: it cannot be told."""
+    untracked_bytes: int | None = None
+    """Of these, what their ledger slots do not have; null also where the slice needs no gate."""
 
 
 SliceState = Literal["free", "held", "running", "lost"]
@@ -312,6 +316,8 @@ class SliceView(Struct, kw_only=True):
     revision: int
     priority: PriorityName = "normal"
     oversubscribe: bool = False
+    unmanaged_processes: int | None = None
+    """Processes of the slice that have its GPUs open and no slot in its ledger: their gate is not loaded."""
 
 
 class SliceList(Struct, kw_only=True):
@@ -358,6 +364,8 @@ class GpuUsageView(Struct, kw_only=True):
     denied_bytes: int
     allocations: int
     frees: int
+    driver_bytes: int | None = None
+    untracked_bytes: int | None = None
 
 
 class UsageView(Struct, kw_only=True):
@@ -368,10 +376,19 @@ class UsageView(Struct, kw_only=True):
 
 
 class ProcessView(Struct, kw_only=True):
+    """`pid` as the process's own namespace counts it; `tracked`: it has a slot in the ledger, so its gate is loaded.
+
+    What the kernel says (`host_pid`, `command`, `driver_bytes`) is as of its last look, and null where it says nothing.
+    """
+
     pid: int
     pid_namespace: int
     used_bytes: dict[str, int]
     """By partition id."""
+    host_pid: int | None = None
+    command: str | None = None
+    driver_bytes: dict[str, int] | None = None
+    tracked: bool = True
 
 
 class ProcessList(Struct, kw_only=True):

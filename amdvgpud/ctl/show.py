@@ -79,6 +79,10 @@ def _maybe(value: object) -> str:
     return NONE if value is None or value == "" else str(value)
 
 
+def _size(number: int | None) -> str:
+    return NONE if number is None else human_size(number)
+
+
 def _free_of(total: int, taken: int) -> int:
     return max(0, total - taken)
 
@@ -276,7 +280,11 @@ def slice(item: wire.SliceView, usage: wire.UsageView | None = None, processes: 
             ("priority", item.priority),
             ("out of VRAM", "host memory serves" if item.oversubscribe else "refused"),
             ("lease", _maybe(item.lease)),
-            ("processes", str(item.processes)),
+            (
+                "processes",
+                str(item.processes)
+                + (f" and {item.unmanaged_processes} without the gate" if item.unmanaged_processes else ""),
+            ),
             ("created", utc_time(item.created_s)),
         ]
     )
@@ -290,18 +298,30 @@ def slice(item: wire.SliceView, usage: wire.UsageView | None = None, processes: 
                 human_size(g.limit_bytes),
                 human_size(g.used_bytes),
                 human_size(g.peak_bytes),
+                _size(g.driver_bytes),
+                _size(g.untracked_bytes),
                 str(g.denials),
                 human_size(g.denied_bytes),
             ]
             for g in usage.gpus
         ]
-        print_table(_columns("PARTITION LIMIT> USED> PEAK> DENIALS> DENIED>"), rows)
+        print_table(_columns("PARTITION LIMIT> USED> PEAK> DRIVER> UNTRACKED> DENIALS> DENIED>"), rows)
         if usage.damaged:
             print(f"the ledger is damaged: {usage.damaged}")
     if processes is not None and processes.processes:
         print()
-        held = [[str(p.pid), human_size(sum(p.used_bytes.values()))] for p in processes.processes]
-        print_table(_columns("PID> USED>"), held)
+        held = [
+            [
+                str(p.pid),
+                _maybe(p.host_pid),
+                _maybe(p.command),
+                human_size(sum(p.used_bytes.values())),
+                NONE if p.driver_bytes is None else human_size(sum(p.driver_bytes.values())),
+                "yes" if p.tracked else "no",
+            ]
+            for p in processes.processes
+        ]
+        print_table(_columns("PID> HOST-PID> COMMAND USED> DRIVER> GATE"), held)
 
 
 def shares(items: Sequence[wire.ShareView]) -> None:

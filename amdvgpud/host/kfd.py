@@ -14,8 +14,10 @@ and fdinfo of these only. ``sdma_`` files touch the memory of the process and sc
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +25,7 @@ from typing import Final
 
 from amdvgpud.core.model import Inventory
 from amdvgpud.core.truth import Belonging, KernelPicture, KernelProcess
-from amdvgpud.host.procs import SliceMounts, start_ticks
+from amdvgpud.host.procs import SliceMounts, inner_pid, start_ticks
 
 _ROOM: Final = 4096
 _PROC: Final = ("sys/class/kfd/kfd/proc", "sys/devices/virtual/kfd/kfd/proc")
@@ -64,10 +66,10 @@ class _Figures:
 
 
 class KernelFigures:
-    """The implementation of :class:`amdvgpud.guard.Figures`. Blocking; one caller at a time.
+    """The implementation of :class:`amdvgpud.guard.Figures`. Blocking; callers in several threads take turns.
 
-    ``root`` holds ``sys/``; ``slices`` is the directory of slices. ``alive`` is asked of a process of kfd/proc that
-    /proc does not have: the kernel removes its folder when all is cleared up, a simulation only later.
+    ``root`` holds ``sys/``; ``slices`` is the directory of slices; ``vram_used_bytes`` tells a GPU's total by its PCI
+    address. ``refresh`` is called before each look: a simulation brings its kfd/proc up to date there.
     """
 
     def __init__(
@@ -76,19 +78,28 @@ class KernelFigures:
         *,
         root: Path = Path("/"),
         proc: Path = Path("/proc"),
-        alive: Callable[[int], bool] = lambda pid: True,
         now_s: Callable[[], float],
+        vram_used_bytes: Callable[[str], int | None] = lambda pci_address: None,
+        refresh: Callable[[], None] = lambda: None,
         sdma: bool = False,
     ) -> None:
         self._slices = slices
         self._root = root
         self._proc = proc
-        self._alive = alive
         self._now_s = now_s
+        self._vram_used_bytes = vram_used_bytes
+        self._refresh = refresh
         self._sdma = sdma
         self._known: dict[int, _Known] = {}
+        self._turn = threading.Lock()
 
     def read(self, inventory: Inventory) -> KernelPicture:
+        with self._turn:
+            return self._read(inventory)
+
+    def _read(self, inventory: Inventory) -> KernelPicture:
+        with contextlib.suppress(OSError):  # the look is then at what was there before
+            self._refresh()
         reasons = []
         processes: tuple[KernelProcess, ...] | None = None
         if (reason := self._foreign()) is not None:
@@ -141,7 +152,7 @@ class KernelFigures:
             known = self._look_up(pid, pid in listed, mounts, inodes)
             if known is not None:
                 living.add(pid)
-            elif pid not in listed or not self._alive(pid):
+            elif pid not in listed:
                 continue
             belonging = Belonging() if known is None else known.belonging
             ours = bool(belonging.slices or belonging.claims)
@@ -201,24 +212,21 @@ class KernelFigures:
         else:
             looks = 0
         belonging = mounts.of(pid)
-        inner_pid, namespace = pid, 0
+        inner, namespace = self._identity(pid) if belonging != Belonging() else (pid, 0)
         command = "?"
-        if belonging != Belonging():
-            inner_pid, namespace = self._identity(pid)
         if (text := _text(self._proc / str(pid) / "comm").strip()).isprintable() and text:
             command = text
-        self._known[pid] = known = _Known(ticks, belonging, inodes_of(belonging), inner_pid, namespace, command, looks)
+        self._known[pid] = known = _Known(ticks, belonging, inodes_of(belonging), inner, namespace, command, looks)
         return known
 
     def _identity(self, pid: int) -> tuple[int, int]:
         """(pid in the innermost namespace, that namespace's inode or 0), as the gate writes them into the ledger."""
         entry = self._proc / str(pid)
-        numbers = re.search(r"^NSpid:(?:\s+\d+)*\s+(\d+)$", _text(entry / "status"), re.MULTILINE)
         try:
             namespace = int(str((entry / "ns/pid").readlink()).rpartition("[")[2].rstrip("]"))
         except (OSError, ValueError):
             namespace = 0
-        return int(numbers[1]) if numbers else pid, namespace
+        return inner_pid(pid, self._proc) or pid, namespace
 
     # ---------------------------------------------------------------------------------------------------- the KFD's
 
@@ -229,7 +237,7 @@ class KernelFigures:
 
     def _add_context(self, folder: int, name: str, dear: bool, found: _Figures) -> bool:
         try:
-            here = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+            here = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder)
         except OSError:
             return False
         try:
@@ -251,8 +259,10 @@ class KernelFigures:
         return True
 
     def _vram_used(self, pci_address: str) -> int | None:
-        text = _text(self._root / "sys/bus/pci/devices" / pci_address / "mem_info_vram_used").strip()
-        return int(text) if text.isascii() and text.isdecimal() else None
+        try:
+            return self._vram_used_bytes(pci_address)
+        except OSError:
+            return None  # in a reset, say
 
     # ------------------------------------------------------------------------------------------------------- DRM's
 

@@ -35,6 +35,13 @@ def process_alive(holder: Holder, proc: Path = Path("/proc")) -> bool:
     return holder.pid is None or start_ticks(holder.pid, proc) == holder.start_ticks
 
 
+def inner_pid(pid: int, proc: Path = Path("/proc")) -> int | None:
+    """The process's pid in the innermost of its pid namespaces, as it knows itself; None where it has ended."""
+    text = _read(f"{proc}/{pid}/status")
+    numbers = re.search(rb"^NSpid:(?:\s+\d+)*\s+(\d+)$", text, re.MULTILINE)
+    return int(numbers[1]) if numbers else pid if text else None
+
+
 def cgroup_of(pid: int, proc: Path = Path("/proc")) -> str | None:
     """The process's cgroup in the v2 hierarchy, as a path below its mount; None where that cannot be told."""
     for line in _read(f"{proc}/{pid}/cgroup").splitlines():

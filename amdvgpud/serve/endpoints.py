@@ -28,6 +28,7 @@ from amdvgpud.core.modes import Target, parse_want
 from amdvgpud.core.plan import Plan, resize
 from amdvgpud.core.render import partition_device, reserved_partitions
 from amdvgpud.core.sizes import parse_size
+from amdvgpud.guard import GuardView
 from amdvgpud.node import Node, NodeView
 from amdvgpud.ports import CdiSpecs
 from amdvgpud.serve import conditions, page, problem, routes, views
@@ -92,6 +93,7 @@ class Endpoints:
         reload: Callable[[], Awaitable[None]],
         new_name: Callable[[], str],
         max_wait_s: float,
+        guard: Callable[[], GuardView] = GuardView,
     ) -> None:
         """``cdi`` is only asked what it would write. ``new_name`` names the slices that are made for a lease."""
         self._node = node
@@ -103,6 +105,7 @@ class Endpoints:
         self._reload = reload
         self._new_name = new_name
         self._max_wait_s = max_wait_s
+        self._guard = guard
 
     # ------------------------------------------------------------------------------------------------ the daemon
 
@@ -135,7 +138,7 @@ class Endpoints:
                 generation_id=view.inventory.generation_id,
                 revision=view.book.revision,
                 ready=view.ready,
-                warnings=list(view.warnings),
+                warnings=[*view.warnings, *self._guard().warnings],
                 config=dict(self._about.config()),
             )
         )
@@ -154,6 +157,7 @@ class Endpoints:
             open_metrics=open_metrics,
             details=call.caller.may_see_details,
             watchers=len(self._watchers),
+            seen=self._guard(),
         )
         return web.Response(body=content, headers={"Content-Type": OPENMETRICS if open_metrics else CLASSIC})
 
@@ -239,7 +243,7 @@ class Endpoints:
         after = None if query.cursor is UNSET else _name_of_cursor(query.cursor)
         found = [
             item
-            for item in views.slice_views(view, self._about.cdi_kind)
+            for item in views.slice_views(view, self._about.cdi_kind, self._guard().comparison)
             if (after is None or item.name > after)
             and (query.state is UNSET or item.state == query.state)
             and (on is None or any(s.partition in on for s in item.shares))
@@ -316,11 +320,11 @@ class Endpoints:
 
     async def get_usage(self, call: Call, query: routes.NoQuery) -> Reply:
         view, item = await self._fresh(call.path["name"])
-        return Reply(views.usage_view(view, item))
+        return Reply(views.usage_view(view, item, self._guard().comparison))
 
     async def list_processes(self, call: Call, query: routes.NoQuery) -> Reply:
         view, item = await self._fresh(call.path["name"])
-        return Reply(views.process_list(view, item))
+        return Reply(views.process_list(view, item, self._guard().comparison))
 
     async def _fresh(self, name: str) -> tuple[NodeView, Slice]:
         """The picture with this slice's ledger read just now."""
@@ -332,7 +336,8 @@ class Endpoints:
         if item.name not in view.book.slices:
             # Deleted by somebody else between our change and this answer, which still says what we did.
             view = replace(view, book=Book(view.book.revision, {item.name: item}))
-        return Reply(views.slice_view(view, item, self._about.cdi_kind), revision=item.revision)
+        seen = self._guard().comparison
+        return Reply(views.slice_view(view, item, self._about.cdi_kind, seen), revision=item.revision)
 
     def _plan_reply(self, name: SliceName, plan: Plan) -> Reply:
         inventory = self._node.view().inventory

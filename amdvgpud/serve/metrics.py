@@ -29,9 +29,10 @@ from amdvgpud.core import errors
 from amdvgpud.core.health import Condition
 from amdvgpud.core.model import Gpu, GpuId, Inventory, Slice, Usage
 from amdvgpud.core.plan import capacities
+from amdvgpud.guard import GuardView
 from amdvgpud.node import NodeView
 from amdvgpud.ports import CdiSpecs, CdiStatus, Sysfs
-from amdvgpud.serve import views
+from amdvgpud.serve import kernel, views
 
 CLASSIC: Final = "text/plain; version=0.0.4; charset=utf-8"
 OPENMETRICS: Final = "application/openmetrics-text; version=1.0.0; charset=utf-8"
@@ -143,6 +144,20 @@ METRICS: Final = (
         ("gpu_uuid", "state"),
         "Slices on the GPU by state: free, held (leased), running (has processes), lost (its partition is gone).",
     ),
+    Metric(
+        "amdvgpu_gpu_outside_processes",
+        "gauge",
+        "",
+        ("gpu_uuid",),
+        "Processes in no slice that have VRAM of the GPU by the KFD, as of the last look.",
+    ),
+    Metric(
+        "amdvgpu_gpu_vram_outside_bytes",
+        "gauge",
+        "bytes",
+        ("gpu_uuid",),
+        "VRAM that the KFD accounts to processes in no slice.",
+    ),
     Metric("amdvgpu_gpus_unusable", "gauge", "", (), "AMD devices of the machine that cannot be handed out."),
     Metric(
         "amdvgpu_slice_info",
@@ -181,6 +196,41 @@ METRICS: Final = (
     ),
     Metric("amdvgpu_slice_processes", "gauge", "", ("slice",), "Live processes in the slice's ledger."),
     Metric(
+        "amdvgpu_slice_vram_driver_bytes",
+        "gauge",
+        "bytes",
+        _SHARE,
+        "VRAM that the kernel accounts to the slice's processes, as of its last look.",
+    ),
+    Metric(
+        "amdvgpu_slice_vram_untracked_bytes",
+        "gauge",
+        "bytes",
+        _SHARE,
+        "VRAM that the kernel accounts to the slice's processes and the ledger does not have.",
+    ),
+    Metric(
+        "amdvgpu_slice_unmanaged_processes",
+        "gauge",
+        "",
+        ("slice",),
+        "Processes of the slice that have a GPU open without a slot in its ledger: their gate is not loaded.",
+    ),
+    Metric(
+        "amdvgpu_slice_compute_units_occupied",
+        "gauge",
+        "CUs",
+        _SHARE,
+        "CUs that the waves in flight would fill, sampled; an estimate, and only where the kernel tells it (gfx9).",
+    ),
+    Metric(
+        "amdvgpu_slice_evicted_seconds_total",
+        "counter",
+        "seconds",
+        _SHARE,
+        "Time for which queues of the slice's processes were evicted, for want of VRAM or of a turn.",
+    ),
+    Metric(
         "amdvgpu_slice_ledger_damaged", "gauge", "", ("slice",), "1 where the slice's ledger file cannot be believed."
     ),
     Metric(
@@ -197,6 +247,21 @@ METRICS: Final = (
         "",
         ("operation", "reason"),
         "Changes that were refused or failed: reason no_vram, no_cus, no_gpu, conflict, invalid, internal.",
+    ),
+    Metric(
+        "amdvgpu_watchdog_findings_total",
+        "counter",
+        "",
+        ("reason",),
+        "Processes that went around their slice's gate for longer than watchdog.after_s: reason unmanaged (no slot in "
+        "the ledger) or untracked (more than the slot says).",
+    ),
+    Metric(
+        "amdvgpu_watchdog_signals_total",
+        "counter",
+        "",
+        ("signal",),
+        "Signals that such processes were sent: terminate or kill.",
     ),
     Metric("amdvgpu_leases", "gauge", "", (), "Leases that exist."),
     Metric("amdvgpu_cdi_devices", "gauge", "", ("kind",), "Devices in the CDI file."),
@@ -254,7 +319,11 @@ METRICS: Final = (
         "Unix time of the last scan and reconciliation that did not fail.",
     ),
     Metric(
-        "amdvgpu_collector_success", "gauge", "", ("collector",), "1 where the last sample worked; collector sysfs."
+        "amdvgpu_collector_success",
+        "gauge",
+        "",
+        ("collector",),
+        "1 where the last sample worked; collector sysfs or kernel.",
     ),
     Metric("amdvgpu_collector_duration_seconds", "gauge", "seconds", ("collector",), "Time that the last sample took."),
     Metric(
@@ -497,13 +566,18 @@ class Metrics:
 
     # -------------------------------------------------------------------------------------------------- writing
 
-    def render(self, view: NodeView, *, open_metrics: bool, details: bool, watchers: int = 0) -> bytes:
-        """The whole answer. ``details``: holders' texts are shown."""
+    def render(
+        self, view: NodeView, *, open_metrics: bool, details: bool, watchers: int = 0, seen: GuardView | None = None
+    ) -> bytes:
+        """The whole answer. ``details``: holders' texts are shown. ``seen``: what the kernel says of who uses what."""
         page = _Page(open_metrics)
         page.family("amdvgpu_build_info", [f"{self._build} 1"])
         self._gpus(page, view)
         self._slices(page, view, details)
-        self._daemon(page, view, watchers)
+        seen = seen or GuardView()
+        for name, lines in kernel.families(view, seen):
+            page.family(name, lines)
+        self._daemon(page, view, watchers, seen)
         if self._hami:
             self._hami_names(page, view)
         write = openmetrics_exposition.generate_latest if open_metrics else prometheus_client.generate_latest
@@ -586,7 +660,8 @@ class Metrics:
     def _slices(self, page: _Page, view: NodeView, details: bool) -> None:
         partitions = {p.id: p for p in view.inventory.partitions}
         holders = {lease.slice: lease.holder.text for lease in view.book.leases.values()} if details else {}
-        one: dict[str, list[str]] = {m.name: [] for m in METRICS if m.name.startswith("amdvgpu_slice_")}
+        own = (m.name for m in METRICS if m.name.startswith("amdvgpu_slice_") and m.name not in kernel.NAMES)
+        one: dict[str, list[str]] = {name: [] for name in own}
         (
             info, limit, used, peak, denials, denied, allocations, frees, reclaimed, units, ratio, processes, damaged
         ) = one.values()  # fmt: skip
@@ -618,7 +693,7 @@ class Metrics:
         for metric, lines in one.items():
             page.family(metric, lines)
 
-    def _daemon(self, page: _Page, view: NodeView, watchers: int) -> None:
+    def _daemon(self, page: _Page, view: NodeView, watchers: int, seen: GuardView) -> None:
         live = len(view.book.slices) - len(view.lost) if view.cdi.written else 0
         page.family("amdvgpu_leases", [f" {len(view.book.leases)}"])
         page.family("amdvgpu_cdi_devices", [f"{labels_text(('kind',), (self._cdi_kind,))} {live}"])
@@ -633,11 +708,18 @@ class Metrics:
                 for state in ("healthy", "unhealthy")
             ],
         )
-        sysfs = '{collector="sysfs"}'
-        if self._sampled_s is not None or self._sample.duration_s:
-            page.family("amdvgpu_collector_success", [f"{sysfs} {int(self._sample.ok)}"])
-            page.family("amdvgpu_collector_duration_seconds", [f"{sysfs} {self._sample.duration_s}"])
-        page.family("amdvgpu_collector_last_success_timestamp_seconds", _time(self._sampled_s, sysfs))
+        sysfs, by_kernel = '{collector="sysfs"}', '{collector="kernel"}'
+        looks = (
+            [(sysfs, self._sample.ok, self._sample.duration_s)] if self._sampled_s or self._sample.duration_s else []
+        )
+        if seen.looked:
+            looks.append((by_kernel, seen.picture.processes is not None, seen.duration_s))
+        page.family("amdvgpu_collector_success", [f"{labels} {int(ok)}" for labels, ok, _ in looks])
+        page.family("amdvgpu_collector_duration_seconds", [f"{labels} {took_s}" for labels, _, took_s in looks])
+        page.family(
+            "amdvgpu_collector_last_success_timestamp_seconds",
+            [*_time(self._sampled_s, sysfs), *_time(seen.last_success_s, by_kernel)],
+        )
         page.family(
             "amdvgpu_health_check_success",
             [f"{labels_text(('check',), (name,))} {int(ok)}" for name, ok in sorted(self.health_checks().items())],

@@ -89,7 +89,8 @@ def refusal_of(error: Exception) -> Refusal | None:
     if isinstance(error, errors.AmdvgpuError):
         status = next((s for kind, s in STATUS.items() if isinstance(error, kind)), 500)
         fields = error.fields if isinstance(error, errors.Invalid) else ()
-        return Refusal(status, error.code, error.detail, fields=fields)
+        again = {"Retry-After": str(error.RETRY_AFTER_S)} if isinstance(error, errors.Lingering) else {}
+        return Refusal(status, error.code, error.detail, fields=fields, headers=again)
     if isinstance(error, web.HTTPException):
         phrase = HTTPStatus(error.status).phrase
         details = {

@@ -31,6 +31,7 @@ import msgspec
 from aiohttp import HttpVersion11, web
 
 from amdvgpud.core.errors import HostFailure, Invalid
+from amdvgpud.guard import GuardView
 from amdvgpud.node import Node
 from amdvgpud.ports import CdiSpecs
 from amdvgpud.serve import access, conditions, page, problem, routes
@@ -111,10 +112,12 @@ class Api:
         new_name: Callable[[], str] = lambda: f"lease-{secrets.token_hex(4)}",
         preload: Sequence[Path] = (),
         environment: Mapping[str, str] | None = None,
+        guard: Callable[[], GuardView] = GuardView,
     ) -> None:
         """``cdi`` is asked only what it would write. ``process_of`` reads /proc: None where there is no such process.
 
         ``preload`` and ``environment`` are what a process in any slice of this machine needs besides the slice's own.
+        ``guard`` is what the kernel says of who uses what.
         ``config`` gives the settings to show; ``reload`` None: look at the machine again and reconcile.
         """
         self._settings = settings
@@ -141,6 +144,7 @@ class Api:
             reload=reload or look_again,
             new_name=new_name,
             max_wait_s=settings.max_wait_s,
+            guard=guard,
         )
         self._runner: web.AppRunner | None = None
         self._socket: _SocketFile | None = None

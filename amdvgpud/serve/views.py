@@ -16,6 +16,7 @@ from amdvgpud.core.errors import Conflict
 from amdvgpud.core.model import Gpu, GpuId, Inventory, Lease, Partition, PartitionId, Profile, Share, Slice, Usage
 from amdvgpud.core.plan import Capacity, capacities
 from amdvgpud.core.render import slice_environment
+from amdvgpud.core.truth import Comparison, GpuTruth, Truth, needs_gate
 from amdvgpud.node import Event, NodeView, Repartition
 
 
@@ -197,7 +198,7 @@ def mode_proposals(view: NodeView, wants: Sequence[modes.Want]) -> wire.ModeProp
     )
 
 
-def share_view(share: Share, inventory: Inventory, usage: Usage | None) -> wire.ShareView:
+def share_view(share: Share, inventory: Inventory, usage: Usage | None, seen: GpuTruth | None = None) -> wire.ShareView:
     partition = inventory.partition(share.partition)
     used = 0 if usage is None or partition is None else usage.used_bytes(partition.kfd_gpu_id)
     return wire.ShareView(
@@ -210,6 +211,8 @@ def share_view(share: Share, inventory: Inventory, usage: Usage | None) -> wire.
         effective_cus=share.effective_cus,
         cus=None if share.cus is None else cumask.format_ranges(share.cus),
         shared=share.shared,
+        driver_bytes=seen.driver_bytes if seen else None,
+        untracked_bytes=seen.untracked_bytes if seen else None,
     )
 
 
@@ -229,26 +232,33 @@ def states(view: NodeView) -> Iterator[tuple[Slice, wire.SliceState, Lease | Non
 
 def enforced_by(item: Slice, inventory: Inventory) -> str:
     """``gate``, or ``none`` for a slice that has all of its Partitions and so nothing to hold."""
-    for share in item.shares:
-        partition = inventory.partition(share.partition)
-        if share.cus is not None or partition is None or share.vram_bytes < partition.vram_bytes:
-            return "gate"
-    return "none"
+    return "gate" if needs_gate(item, inventory) else "none"
 
 
-def slice_views(view: NodeView, cdi_kind: str) -> list[wire.SliceView]:
-    """All slices in order of names."""
-    return [_slice_view(view, item, state, lease, cdi_kind) for item, state, lease in states(view)]
+def slice_views(view: NodeView, cdi_kind: str, seen: Comparison | None = None) -> list[wire.SliceView]:
+    """All slices in order of names. ``seen``: what the kernel says, where it says something."""
+    return [_slice_view(view, item, state, lease, cdi_kind, seen) for item, state, lease in states(view)]
 
 
-def slice_view(view: NodeView, item: Slice, cdi_kind: str) -> wire.SliceView:
+def slice_view(view: NodeView, item: Slice, cdi_kind: str, seen: Comparison | None = None) -> wire.SliceView:
     state, lease = next((state, lease) for other, state, lease in states(view) if other.name == item.name)
-    return _slice_view(view, item, state, lease, cdi_kind)
+    return _slice_view(view, item, state, lease, cdi_kind, seen)
+
+
+def _truth_of(seen: Comparison | None, item: Slice) -> Truth | None:
+    return None if seen is None else seen.slices.get(item.name)
 
 
 def _slice_view(
-    view: NodeView, item: Slice, state: wire.SliceState, lease: Lease | None, cdi_kind: str
+    view: NodeView,
+    item: Slice,
+    state: wire.SliceState,
+    lease: Lease | None,
+    cdi_kind: str,
+    seen: Comparison | None,
 ) -> wire.SliceView:
+    truth = _truth_of(seen, item)
+    gpus = truth.gpus if truth else {}
     usage = view.usage.get(item.name) or Usage(item.name)
     lost = view.lost.get(item.name)
     return wire.SliceView(
@@ -261,18 +271,20 @@ def _slice_view(
         cdi_device=f"{cdi_kind}={item.name}" if lost is None and view.cdi.written else None,
         compute=format_compute(item.request.compute),
         policy=item.request.compute.policy.value,
-        shares=[share_view(s, view.inventory, usage) for s in item.shares],
+        shares=[share_view(s, view.inventory, usage, gpus.get(s.partition)) for s in item.shares],
         lease=None if lease is None else lease.id,
         processes=len(usage.processes),
         created_s=item.created_s,
         revision=item.revision,
         priority=item.request.priority.value,
         oversubscribe=item.request.oversubscribe,
+        unmanaged_processes=len(truth.unmanaged) if truth else None,
     )
 
 
-def usage_view(view: NodeView, item: Slice) -> wire.UsageView:
+def usage_view(view: NodeView, item: Slice, seen: Comparison | None = None) -> wire.UsageView:
     """Figures of GPUs that are gone are left out: nobody knows them."""
+    truth = _truth_of(seen, item)
     usage = view.usage.get(item.name) or Usage(item.name)
     by_gpu_id = {g.kfd_gpu_id: g for g in usage.gpus}
     gpus = []
@@ -280,37 +292,65 @@ def usage_view(view: NodeView, item: Slice) -> wire.UsageView:
         partition = view.inventory.partition(share.partition)
         if partition is None:
             continue
-        seen = by_gpu_id.get(partition.kfd_gpu_id)
+        ledger = by_gpu_id.get(partition.kfd_gpu_id)
+        driver = truth.gpus.get(share.partition) if truth else None
         gpus.append(
             wire.GpuUsageView(
                 partition=share.partition,
                 limit_bytes=share.vram_bytes,
-                used_bytes=seen.used_bytes if seen else 0,
-                peak_bytes=seen.peak_bytes if seen else 0,
-                denials=seen.denials if seen else 0,
-                denied_bytes=seen.denied_bytes if seen else 0,
-                allocations=seen.allocations if seen else 0,
-                frees=seen.frees if seen else 0,
+                used_bytes=ledger.used_bytes if ledger else 0,
+                peak_bytes=ledger.peak_bytes if ledger else 0,
+                denials=ledger.denials if ledger else 0,
+                denied_bytes=ledger.denied_bytes if ledger else 0,
+                allocations=ledger.allocations if ledger else 0,
+                frees=ledger.frees if ledger else 0,
+                driver_bytes=driver.driver_bytes if driver else None,
+                untracked_bytes=driver.untracked_bytes if driver else None,
             )
         )
     return wire.UsageView(slice=item.name, gpus=gpus, damaged=usage.damaged, reclaimed_bytes=usage.reclaimed_bytes)
 
 
-def process_list(view: NodeView, item: Slice) -> wire.ProcessList:
-    """Bytes on a GPU that the inventory does not have are left out."""
+def process_list(view: NodeView, item: Slice, seen: Comparison | None = None) -> wire.ProcessList:
+    """Those in the ledger, each with what the kernel says of it, then those that only the kernel knows.
+
+    Bytes on a GPU that the inventory does not have are left out.
+    """
     usage = view.usage.get(item.name) or Usage(item.name)
+    truth = _truth_of(seen, item)
     by_gpu_id = {p.kfd_gpu_id: p.id for p in view.inventory.partitions}
-    return wire.ProcessList(
-        slice=item.name,
-        processes=[
+    known = {(p.inner_pid, p.start_ticks): p for p in truth.processes if p.tracked} if truth else {}
+    rows = []
+    for slot in usage.processes:
+        kernel = known.get((slot.pid, slot.start_ticks))
+        rows.append(
             wire.ProcessView(
-                pid=p.pid,
-                pid_namespace=p.pid_namespace,
-                used_bytes={by_gpu_id[g]: b for g, b in sorted(p.used_bytes.items()) if g in by_gpu_id},
+                pid=slot.pid,
+                pid_namespace=slot.pid_namespace,
+                used_bytes={by_gpu_id[g]: b for g, b in sorted(slot.used_bytes.items()) if g in by_gpu_id},
+                host_pid=kernel.pid if kernel else None,
+                command=kernel.command if kernel else None,
+                driver_bytes=_by_text(kernel.driver_bytes) if kernel else None,
             )
-            for p in usage.processes
-        ],
-    )
+        )
+    rows += [
+        wire.ProcessView(
+            pid=process.inner_pid,
+            pid_namespace=process.pid_namespace,
+            used_bytes={},
+            host_pid=process.pid,
+            command=process.command,
+            driver_bytes=_by_text(process.driver_bytes),
+            tracked=False,
+        )
+        for process in (truth.processes if truth else ())
+        if not process.tracked
+    ]
+    return wire.ProcessList(slice=item.name, processes=rows)
+
+
+def _by_text(figures: Mapping[PartitionId, int]) -> dict[str, int]:
+    return {str(at): n for at, n in sorted(figures.items())}
 
 
 def lease_view(

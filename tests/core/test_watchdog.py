@@ -38,7 +38,7 @@ LOOKS = [(float(t), BAD) for t in range(0, 130, 10)]
     [
         (Policy.OBSERVE, [(60.0, Step.TELL)]),
         (Policy.WARN, [(60.0, Step.TELL)]),
-        (Policy.KILL, [(60.0, Step.TERMINATE), (70.0, Step.KILL), (80.0, Step.SURVIVED)]),
+        (Policy.KILL, [(60.0, Step.TELL), (70.0, Step.TERMINATE), (80.0, Step.KILL), (90.0, Step.SURVIVED)]),
     ],
 )
 def test_what_lasts_is_told_once_and_ended_only_where_that_is_the_policy(
@@ -70,18 +70,18 @@ def test_what_counts_is_vram_beyond_what_the_ledger_and_the_allowance_have(
 
 def test_one_look_in_which_all_is_well_starts_the_time_anew() -> None:
     looks = [(0.0, BAD), (50.0, BAD), (59.0, a_look(0, None)), (60.0, BAD), (119.0, BAD), (120.0, BAD)]
-    assert steps(RULES, looks) == [(120.0, Step.TERMINATE, Reason.UNMANAGED)]
+    assert steps(RULES, looks) == [(120.0, Step.TELL, Reason.UNMANAGED)]
 
 
 def test_another_process_of_the_same_pid_has_its_own_time() -> None:
     other = a_look(100, None, start_ticks=78)
     looks = [(0.0, BAD), (30.0, other), (60.0, other), (90.0, other)]
-    assert steps(RULES, looks) == [(90.0, Step.TERMINATE, Reason.UNMANAGED)]
+    assert steps(RULES, looks) == [(90.0, Step.TELL, Reason.UNMANAGED)]
 
 
 def test_who_gives_it_back_at_sigterm_is_not_killed() -> None:
-    looks = [(0.0, BAD), (60.0, BAD), (70.0, a_look(0, None)), (80.0, a_look(0, None))]
-    assert steps(RULES, looks) == [(60.0, Step.TERMINATE, Reason.UNMANAGED)]
+    looks = [(0.0, BAD), (60.0, BAD), (70.0, BAD), (80.0, a_look(0, None)), (90.0, a_look(0, None))]
+    assert [(at, step) for at, step, _ in steps(RULES, looks)] == [(60.0, Step.TELL), (70.0, Step.TERMINATE)]
 
 
 def test_a_slice_that_needs_no_gate_is_not_watched() -> None:

@@ -112,13 +112,26 @@ USAGE = wire.UsageView(
             denied_bytes=GIB // 2,
             allocations=10,
             frees=7,
+            driver_bytes=GIB + GIB // 8,
+            untracked_bytes=GIB // 8,
         )
     ],
     damaged=None,
     reclaimed_bytes=0,
 )
 PROCESSES = wire.ProcessList(
-    slice="alice", processes=[wire.ProcessView(pid=4711, pid_namespace=1, used_bytes={PARTITION: GIB})]
+    slice="alice",
+    processes=[
+        wire.ProcessView(
+            pid=4711,
+            pid_namespace=1,
+            used_bytes={PARTITION: GIB},
+            host_pid=90210,
+            command="python3",
+            driver_bytes={PARTITION: GIB},
+        ),
+        wire.ProcessView(pid=8, pid_namespace=1, used_bytes={}, driver_bytes={PARTITION: GIB // 8}, tracked=False),
+    ],
 )
 SYSTEM = wire.SystemView(
     version="0.1.0",
@@ -207,11 +220,12 @@ created      2023-11-14T22:13:20Z
 PARTITION                VRAM  ASKED  GRANTED  EFFECTIVE  SHARED  CUS
 GPU-0123456789abcdef/0  4 GiB     76       64         64  no      0-63
 
-PARTITION               LIMIT   USED   PEAK  DENIALS   DENIED
-GPU-0123456789abcdef/0  4 GiB  1 GiB  2 GiB        3  512 MiB
+PARTITION               LIMIT   USED   PEAK     DRIVER  UNTRACKED  DENIALS   DENIED
+GPU-0123456789abcdef/0  4 GiB  1 GiB  2 GiB  1.125 GiB    128 MiB        3  512 MiB
 
- PID   USED
-4711  1 GiB
+ PID  HOST-PID  COMMAND   USED   DRIVER  GATE
+4711     90210  python3  1 GiB    1 GiB  yes
+   8         -  -          0 B  128 MiB  no
 """
 
 LEASE_LIST = """\

@@ -6,7 +6,7 @@ import contextlib
 import os
 import shutil
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ from amdvgpud.core.model import Inventory, SliceName
 from amdvgpud.core.truth import Belonging, KernelPicture, KernelProcess
 from amdvgpud.host.kfd import KernelFigures
 from amdvgpud.host.procs import SliceMounts
+from amdvgpud.host.sysfs import SysfsReader
 from tests.fakes import a_gpu
 
 MIB = 1 << 20
@@ -26,8 +27,6 @@ class Machine:
     """sys/ and proc/ of a machine with processes that are made up, and a slice named alice."""
 
     root: Path
-    alive: set[int] = field(default_factory=set)
-    """Of those that /proc does not have."""
 
     def __post_init__(self) -> None:
         self.slices = self.root / "run/slices"
@@ -41,7 +40,7 @@ class Machine:
             self.slices,
             root=self.root,
             proc=self.root / "proc",
-            alive=self.alive.__contains__,
+            vram_used_bytes=SysfsReader(self.root).vram_used_bytes,
             now_s=lambda: 5.0,
             sdma=sdma,
         )
@@ -183,12 +182,8 @@ def test_mounts_are_not_read_again_while_the_process_is_the_same(machine: Machin
     assert figures.read(Inventory()) == first
 
 
-def test_a_process_that_the_kfd_still_clears_up_after_is_listed_and_a_simulation_s_leftover_is_not(
-    machine: Machine,
-) -> None:
+def test_a_process_that_the_kfd_still_clears_up_after_is_listed(machine: Machine) -> None:
     machine.open_kfd(50, {"vram_1000": MIB})
-    machine.open_kfd(51, {"vram_1000": MIB})
-    machine.alive.add(50)
     assert machine.figures().read(Inventory()).processes == (KernelProcess(50, 0, 50, vram_bytes={1000: MIB}),)
 
 

@@ -14,6 +14,8 @@ import aiohttp
 import pytest
 
 from amdvgpud.core.model import GpuUsage, Holder, ProcessUsage, SliceName, Usage
+from amdvgpud.core.truth import Comparison, KernelPicture, KernelProcess, compare
+from amdvgpud.guard import GuardView
 from amdvgpud.node import Node
 from amdvgpud.serve.endpoints import Process
 from amdvgpud.serve.metrics import CountedCdi, Metrics
@@ -40,6 +42,8 @@ class Desk:
     processes: dict[int, Process] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     compat: tuple[str, ...] = ()
+    seen: GuardView = field(default_factory=GuardView)
+    """What the kernel has said at its last look."""
 
     def __post_init__(self) -> None:
         self.sysfs = StillSysfs(an_inventory(self.gpu_count))
@@ -91,7 +95,16 @@ class Desk:
             config=lambda: {"tick_s": 2.0, "rest.token": "hunter2hunter2"},
             now_s=lambda: self.now_s,
             new_name=lambda: next(names),
+            guard=lambda: self.seen,
         )
+
+    def kernel_says(self, *processes: KernelProcess) -> None:
+        """That these use the GPUs; held against the ledgers as they are."""
+        view = self.node.view()
+        picture = KernelPicture(self.now_s, processes)
+        comparison = compare(view.book, view.inventory, view.usage, picture)
+        evicted_s = {(name, at): 1.5 for name, t in (comparison or Comparison()).slices.items() for at in t.gpus}
+        self.seen = GuardView(picture, comparison, evicted_s, looked=True, duration_s=0.25, last_success_s=self.now_s)
 
     async def start(self) -> None:
         await self.node.start()

@@ -14,7 +14,8 @@ from prometheus_client.openmetrics import parser as openmetrics_parser
 from amdvgpud.core import wire
 from amdvgpud.core.errors import Conflict, NoRoom
 from amdvgpud.core.health import Condition, Health
-from amdvgpud.core.model import Holder, Inventory
+from amdvgpud.core.model import Holder, Inventory, SliceName
+from amdvgpud.core.truth import Belonging, KernelProcess
 from amdvgpud.serve.metrics import CLASSIC, HAMI_METRICS, METRICS, OPENMETRICS, SLICE_STATES, labels_text
 
 GIB = 1024**3
@@ -311,6 +312,8 @@ async def _full(make_desk: Any) -> Any:
     await desk.node.set_health({GPU0: Health(Condition.DEGRADED, "hot", "smi", 5.0)})
     desk.metrics.health_checks = lambda: {"sysfs": True}
     await desk.node.tick()
+    inside = Belonging((SliceName("alice"),))
+    desk.kernel_says(KernelProcess(99, 5, belonging=inside, vram_bytes={1000: 1}, cu_occupancy={1000: 9}))
     return desk
 
 
@@ -399,3 +402,43 @@ async def test_without_the_switch_there_is_no_name_of_hamis(desk: Any) -> None:
 def test_label_values_are_escaped() -> None:
     assert labels_text(("a", "b"), ('x"y', "p\\q\nr")) == r'{a="x\"y",b="p\\q\nr"}'
     assert labels_text((), ()) == ""
+
+
+# -------------------------------------------------------------------------------------------- what the kernel says
+
+
+def _rogue(**figures: Any) -> KernelProcess:
+    """A process of alice's that no ledger knows, with 7000 bytes on the first GPU; and on the second as they are."""
+    return KernelProcess(99, 5, belonging=Belonging((SliceName("alice"),)), vram_bytes={1000: 7000, 1001: 0}, **figures)
+
+
+async def test_before_the_kernel_was_asked_its_figures_are_absent_and_not_zero(desk: Any) -> None:
+    await desk.ask("PUT", "/v1/slices/alice", {"vram": "1GiB", "compute": "25%", "on": ["0"]})
+    text = (await desk.ask("GET", "/metrics")).text
+    absent = ("driver_bytes", "untracked_bytes", "unmanaged_processes", "occupied", "evicted", "outside")
+    assert [word for word in absent if word in text] == []
+
+
+async def test_what_goes_around_the_gate_is_counted_by_slice_and_what_is_in_none_by_gpu(desk: Any) -> None:
+    await desk.ask("PUT", "/v1/slices/alice", {"vram": "1GiB", "compute": "25%", "on": ["0"]})
+    stranger = KernelProcess(100, 5, vram_bytes={1000: 0, 1001: 300})
+    desk.kernel_says(_rogue(), stranger)
+    got = await _samples(desk)
+    share = (GPU0, "0", "alice")
+    assert _of(got, "amdvgpu_slice_vram_driver_bytes") == {share: 7000}
+    assert _of(got, "amdvgpu_slice_vram_untracked_bytes") == {share: 7000}
+    assert _of(got, "amdvgpu_slice_unmanaged_processes") == {("alice",): 1}
+    assert _of(got, "amdvgpu_slice_evicted_seconds_total") == {share: 1.5}
+    assert _of(got, "amdvgpu_slice_compute_units_occupied") == {}
+    assert _of(got, "amdvgpu_gpu_outside_processes") == {(GPU0,): 0, (GPU1,): 1}
+    assert _of(got, "amdvgpu_gpu_vram_outside_bytes") == {(GPU0,): 0, (GPU1,): 300}
+    assert _of(got, "amdvgpu_watchdog_findings_total") == {("unmanaged",): 0, ("untracked",): 0}
+    assert _of(got, "amdvgpu_watchdog_signals_total") == {("terminate",): 0, ("kill",): 0}
+    assert _of(got, "amdvgpu_collector_success")[("kernel",)] == 1
+    assert _of(got, "amdvgpu_collector_last_success_timestamp_seconds")[("kernel",)] == 1000
+
+
+async def test_occupancy_is_shown_where_the_kernel_tells_it(desk: Any) -> None:
+    await desk.ask("PUT", "/v1/slices/alice", {"vram": "1GiB", "compute": "25%", "on": ["0"]})
+    desk.kernel_says(_rogue(cu_occupancy={1000: 12}))
+    assert _of(await _samples(desk), "amdvgpu_slice_compute_units_occupied") == {(GPU0, "0", "alice"): 12}

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from amdvgpud.core.health import Condition, Health
-from amdvgpud.core.model import Inventory
+from amdvgpud.core.model import Inventory, SliceName
+from amdvgpud.core.truth import Belonging, KernelProcess
 from amdvgpud.serve.endpoints import Process
 
 GIB = 1024**3
@@ -42,6 +43,8 @@ async def test_a_put_creates_and_the_same_put_again_changes_nothing(desk: Any) -
                 "effective_cus": first.json["shares"][0]["effective_cus"],
                 "cus": first.json["shares"][0]["cus"],
                 "shared": False,
+                "driver_bytes": None,
+                "untracked_bytes": None,
             }
         ],
         "lease": None,
@@ -50,6 +53,7 @@ async def test_a_put_creates_and_the_same_put_again_changes_nothing(desk: Any) -
         "revision": 1,
         "priority": "normal",
         "oversubscribe": False,
+        "unmanaged_processes": None,
         "gate_seen": False,
         "owner_uid": 0,
     }
@@ -164,6 +168,8 @@ async def test_usage_and_processes_are_those_of_the_ledger_now(desk: Any) -> Non
                 "denied_bytes": 4096,
                 "allocations": 7,
                 "frees": 5,
+                "driver_bytes": None,
+                "untracked_bytes": None,
             }
         ],
         "damaged": None,
@@ -171,9 +177,58 @@ async def test_usage_and_processes_are_those_of_the_ledger_now(desk: Any) -> Non
     }
     assert (await desk.ask("GET", "/v1/slices/alice/processes")).json == {
         "slice": "alice",
-        "processes": [{"pid": 4321, "pid_namespace": 4026531836, "used_bytes": {f"{GPU0}/0": 5000}}],
+        "processes": [
+            {
+                "pid": 4321,
+                "pid_namespace": 4026531836,
+                "used_bytes": {f"{GPU0}/0": 5000},
+                "host_pid": None,
+                "command": None,
+                "driver_bytes": None,
+                "tracked": True,
+            }
+        ],
     }
     assert (await desk.ask("GET", "/v1/slices/alice")).json["state"] == "running"
+
+
+async def test_what_the_kernel_says_stands_beside_what_the_ledger_says(desk: Any) -> None:
+    """A process with a slot that holds more than it says, and one whose gate is not loaded."""
+    await desk.ask("PUT", "/v1/slices/alice", {"vram": "1GiB", "compute": "25%", "on": ["0"]})
+    desk.guest_uses("alice", 5000)
+    await desk.node.tick()
+    (slot,) = desk.node.view().usage["alice"].processes
+    inside = Belonging((SliceName("alice"),))
+    desk.kernel_says(
+        KernelProcess(900, slot.start_ticks, slot.pid, slot.pid_namespace, "python3", inside, {1000: 5600}),
+        KernelProcess(901, 77, 8, slot.pid_namespace, "miner", inside, {1000: 300}),
+    )
+    item = (await desk.ask("GET", "/v1/slices/alice")).json
+    figures = ("used_bytes", "driver_bytes", "untracked_bytes")
+    assert ([item["shares"][0][key] for key in figures], item["unmanaged_processes"]) == ([5000, 5900, 900], 1)
+    usage = (await desk.ask("GET", "/v1/slices/alice/usage")).json["gpus"][0]
+    assert [usage[key] for key in figures] == [5000, 5900, 900]
+    at, namespace = f"{GPU0}/0", slot.pid_namespace
+    assert (await desk.ask("GET", "/v1/slices/alice/processes")).json["processes"] == [
+        {
+            "pid": 4321,
+            "pid_namespace": namespace,
+            "used_bytes": {at: 5000},
+            "host_pid": 900,
+            "command": "python3",
+            "driver_bytes": {at: 5600},
+            "tracked": True,
+        },
+        {
+            "pid": 8,
+            "pid_namespace": namespace,
+            "used_bytes": {},
+            "host_pid": 901,
+            "command": "miner",
+            "driver_bytes": {at: 300},
+            "tracked": False,
+        },
+    ]
 
 
 async def test_a_list_comes_in_pages_by_name_and_by_filter(desk: Any) -> None:
