@@ -216,6 +216,25 @@ def idle_rss_mib() -> float:
         return int(status.split("VmRSS:")[1].split()[0]) / 1024
 
 
+class Faults:
+    """How soon a fault shows in API and metrics alike: a daemon with a pulse of 1 s, in a corner of its own."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, float] = {}
+
+    def wedged_s(self) -> float:
+        command = ["unshare", "--net", "--mount", sys.executable, "-m", "tests.health_corner"]
+        done = subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True)
+        self._seen = json.loads(done.stdout)
+        return self._seen["wedged_s"]
+
+    def unplugged_s(self) -> float:
+        return self._seen["unplugged_s"]
+
+    def without_event_s(self) -> float:
+        return self._seen["without_event_s"]
+
+
 def show(name: str, entry: dict[str, Any]) -> None:
     verdict = "ok  " if entry["ok"] else "OVER"
     print(f"{verdict} {name:57} {entry['median']:9.3f} {entry['unit']} (limit {entry['limit']:g})", flush=True)
@@ -225,12 +244,15 @@ def main() -> int:
     if os.geteuid() != 0:
         print("make bench: run it as root; the slices' own tmpfs is part of what is measured", file=sys.stderr)
         return 2
-    busy = BusyNode()
+    busy, faults = BusyNode(), Faults()
     benchmarks = [
         Benchmark("cold start to ready, 8 GPUs in CPX", "s", 1.0, cold_start_s),
         Benchmark("one placement, 8 GPUs x 64 slices", "ms", 2.0, placement_ms),
         Benchmark("create a slice by REST, p99", "ms", 25.0, create_p99_ms),
         Benchmark("/metrics, 8 GPUs x 64 slices", "ms", 30.0, busy.metrics_ms),
+        Benchmark("a GPU that its driver gives up, from the uevent", "s", 1.0, faults.wedged_s),
+        Benchmark("a GPU that is unplugged, from the uevent", "s", 1.0, faults.unplugged_s),
+        Benchmark("a GPU that breaks without an event, pulse of 1 s", "s", 1.2, faults.without_event_s),
         Benchmark("resident memory, idle, 8 GPUs in CPX", "MiB", 70.0, idle_rss_mib),
     ]
     try:

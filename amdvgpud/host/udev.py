@@ -13,7 +13,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import re
+import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -35,8 +37,8 @@ QUIET_S: Final = 0.5
 LONGEST_STORM_S: Final = 5.0
 """So long a scan waits at most: something that never rests must not hide what else happens."""
 BUFFER_BYTES: Final = 8 << 20
-"""Room for some 6,000 events while the loop is busy. One that is lost all the same costs a scan, and of a WEDGED its
-news: the look that follows a scan then finds what can be found."""
+"""Room for some 20,000 events while the loop is busy (measured). One that is lost all the same costs a scan, and of a
+WEDGED its news: the look that follows a scan then finds what can be found."""
 READS: Final = 256
 """Events read at a time before the loop may do something else."""
 
@@ -113,6 +115,7 @@ class UeventWatch:
                 self._take(device)
         except (OSError, ValueError) as error:  # an overrun buffer, a property that is no text
             self.seen["other", "unreadable"] += 1
+            _clear_error(monitor.fileno())
             log.debug("An event could not be read; a scan follows all the same: %s", error)
 
     def _take(self, device: pyudev.Device) -> None:
@@ -126,3 +129,10 @@ class UeventWatch:
             return
         pid, task = (device.properties.get(key, "") for key in ("PID", "TASK"))
         self._wedged(Wedged(functions[-1], methods, f"{task or '?'}, pid {pid}" if pid else task))
+
+
+def _clear_error(fd: int) -> None:
+    """An overrun stays at the socket until somebody asks for it, and pyudev reads nothing meanwhile: the loop would be
+    woken, and nothing be read, for ever."""
+    with socket.socket(fileno=os.dup(fd)) as asked:
+        asked.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
