@@ -75,9 +75,9 @@ class Kubelet:
             pod_resources,
         )
 
-    def offer(self, *resources: Resource) -> None:
-        """Others beside those of the settings; before :meth:`run`."""
-        self._offers.append(lambda: resources)
+    def offer(self, resources: Callable[[], Sequence[Resource]]) -> None:
+        """What ``resources`` says, asked again and again, beside what the settings name; before :meth:`run`."""
+        self._offers.append(resources)
 
     @property
     def slices(self) -> Granting:

@@ -273,9 +273,9 @@ def main() -> int:
         }
         show(b.name, report[b.name])
     sys.path.append(str(REPOSITORY))
-    from bench import gate
+    from bench import gate, kubelet
 
-    for name, entry in gate.figures():
+    for name, entry in (*gate.figures(), *kubelet.figures()):
         report[name] = entry
         show(name, entry)
     (REPOSITORY / "build" / "bench.json").write_text(json.dumps(report, indent=1) + "\n")

@@ -566,12 +566,13 @@ class LedgerFiles:
 
     def mountpoints(self, names: Sequence[str]) -> str:
         """A directory that holds an empty one for each of ``names`` and nothing else, for a mount at the place where a
-        container has its slices. It lies in the first one's home, and goes with it.
+        container has its slices. It lies in the first one's home, and goes with it. ``HostFailure``: there is none.
         """
         places = self.slices / names[0] / ("places-" + hashlib.sha256("\n".join(names).encode()).hexdigest()[:16])
         with _translated(f"slice {names[0]!r}: cannot make {places}", self._tmpfs_bytes):
-            for name in names:
-                (places / name).mkdir(parents=True, exist_ok=True)
+            for place in (places, *(places / name for name in names)):
+                place.mkdir(exist_ok=True)
+                place.chmod(0o755)
         return str(places)
 
     def names(self) -> frozenset[SliceName]:

@@ -50,6 +50,7 @@ LOOK_S: Final = 1.0
 UNHEARD_S: Final = 8.0
 """How long a kubelet that took a registration may leave the devices unread. It dials back at once; guessed."""
 CALL_S: Final = 5.0
+OFFERS_S: Final = 2.0
 GRACE_S: Final = 1.0
 """What a call under way gets to end when its server does. The streams of devices end at once."""
 FIRST_PAUSE_S: Final = 1.0
@@ -107,7 +108,7 @@ class DevicePlugin:
                 for name in self._resources.keys() - serving.keys():
                     serving[name] = asyncio.create_task(self._serve(name), name=f"kubelet {name}")
                 seen = self._node.events_since(seen)[1]
-                await self._node.wait_event(seen, 60)
+                await self._node.wait_event(seen, OFFERS_S)  # not each change of an offer is an event of the node
         finally:
             for task in serving.values():
                 task.cancel()

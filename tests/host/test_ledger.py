@@ -316,6 +316,25 @@ def test_names_are_those_of_whole_slices(files: LedgerFiles) -> None:
     assert files.names() == {BOB}
 
 
+def test_where_slices_are_mounted_there_is_nothing_else_and_it_goes_with_the_first(files: LedgerFiles) -> None:
+    for name in ("alice", "bob"):
+        files.write(a_slice(name=name), an_inventory())
+    before = os.umask(0o077)
+    try:
+        place = Path(files.mountpoints(["alice", "bob"]))
+    finally:
+        os.umask(before)
+    assert files.mountpoints(["alice", "bob"]) == str(place) != files.mountpoints(["alice"])
+    found = {str(path.relative_to(place)): oct(path.stat().st_mode) for path in (place, *place.rglob("*"))}
+    assert found == dict.fromkeys((".", "alice", "bob"), "0o40755")
+    files.write(a_slice(name="alice"), an_inventory())
+    assert place.is_dir()
+    files.remove(ALICE)
+    assert not place.exists()
+    with pytest.raises(HostFailure, match="slice 'alice': cannot make"):
+        files.mountpoints(["alice"])
+
+
 def test_a_slice_on_a_partition_that_is_not_here_is_not_found(files: LedgerFiles) -> None:
     with pytest.raises(NotFound, match=r"'alice' is on partition GPU-0000000000000007/0, which is not here"):
         files.write(a_slice(a_share(7)), an_inventory())
