@@ -43,6 +43,7 @@ from amdvgpud.host.systemd import Supervisor, claim_machine
 from amdvgpud.host.udev import UeventWatch, Wedged
 from amdvgpud.node import Node
 from amdvgpud.serve.endpoints import Process
+from amdvgpud.serve.kubeapi import read_access
 from amdvgpud.serve.metrics import CountedCdi, Metrics
 from amdvgpud.serve.rest import Api, ApiSettings
 from amdvgpud.settings import SETTINGS, Settings, read_settings, shown
@@ -217,7 +218,16 @@ def _kubelet(settings: Settings, parts: Parts) -> Kubelet:
     # gRPC takes 0.1 s and 28 MB: for those only who have a kubelet.
     from amdvgpud.kubernetes import Kubelet
 
-    return Kubelet(settings, parts.node, parts.cdi, parts.partitions, parts.files.mountpoints, parts.metrics)
+    return Kubelet(
+        settings,
+        parts.node,
+        parts.cdi,
+        parts.partitions,
+        parts.files.mountpoints,
+        parts.metrics,
+        gate=parts.preload[0],
+        environment=os.environ,
+    )
 
 
 def _nothing() -> None:
@@ -256,6 +266,8 @@ def rehearse(settings: Settings) -> None:
     _api_settings(settings)
     if settings.kubelet_mode and importlib.util.find_spec("grpc") is None:
         raise Invalid.field("kubelet.mode", "needs gRPC, which is not here: install amdvgpud[kubernetes]")
+    if "hami" in settings.kubelet_mode:
+        read_access(settings.kube_config, os.environ)
     CdiFile(
         settings.cdi_dir,
         run_dir=settings.run_dir,
@@ -617,6 +629,26 @@ def config_show(read: Callable[[], Settings], origin: bool) -> None:
     for key, value in shown(settings).items():
         line = f"{key} = {json.dumps(value)}"
         click.echo(f"{line}  # {settings.origin[key]}" if origin else line)
+
+
+@cli.group()
+def kube() -> None:
+    """The Kubernetes cluster."""
+
+
+@kube.command("withdraw")
+@click.pass_obj
+def kube_withdraw(read: Callable[[], Settings]) -> None:
+    """Tell HAMi's scheduler that no GPU of this node is healthy: before the node goes for good.
+
+    A daemon that runs writes the registration again, so stop it first. Pods that run are left alone.
+    """
+    from amdvgpud.kubernetes import withdraw
+
+    settings = read()
+    _start_logging(settings.log_level)
+    name = asyncio.run(withdraw(settings, os.environ))
+    click.echo(f"The GPUs of node {name} are withdrawn from HAMi's scheduler.")
 
 
 @cli.group()

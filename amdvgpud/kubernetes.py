@@ -6,16 +6,24 @@ Beside :mod:`amdvgpud.cli`, which puts the rest together.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+import platform
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
+from amdvgpud.core import hami
 from amdvgpud.core.errors import Invalid
-from amdvgpud.core.model import Inventory, Slice
+from amdvgpud.core.model import ComputePolicy, Inventory, Slice
 from amdvgpud.core.render import partition_device
 from amdvgpud.node import Node
 from amdvgpud.ports import CdiSpecs
+from amdvgpud.serve.hami import HamiSettings, HamiSide
+from amdvgpud.serve.hami import withdraw as hami_withdraw
+from amdvgpud.serve.kubeapi import KubeApi, read_access
 from amdvgpud.serve.metrics import Metrics
 from amdvgpud.serve.podresources import PodResources
+from amdvgpud.serve.pods import PodWatch
 from amdvgpud.serve.resources import Grant, Mountpoints, Resource, grant_of
 from amdvgpud.settings import Settings
 
@@ -47,7 +55,11 @@ class Kubelet:
         partitions: PartitionSpecs,
         mountpoints: Mountpoints,
         metrics: Metrics,
+        *,
+        gate: Path,
+        environment: Mapping[str, str],
     ) -> None:
+        """``environment``: the variables that others have set for us (:data:`FOREIGN`)."""
         self._node = node
         self._cdi = cdi
         self._partitions = partitions
@@ -67,17 +79,30 @@ class Kubelet:
                 settings.kubelet_naming,
             )
             self._offers.append(whole.now)
+        door = KubeletSettings(settings.kubelet_dir, settings.kubelet_delivery, settings.kubelet_take_over)
         self._plugin = DevicePlugin(
-            node,
-            lambda: [resource for offer in self._offers for resource in offer()],
-            KubeletSettings(settings.kubelet_dir, settings.kubelet_delivery, settings.kubelet_take_over),
-            metrics,
-            pod_resources,
+            node, lambda: [resource for offer in self._offers for resource in offer()], door, metrics, pod_resources
         )
-
-    def offer(self, resources: Callable[[], Sequence[Resource]]) -> None:
-        """What ``resources`` says, asked again and again, beside what the settings name; before :meth:`run`."""
-        self._offers.append(resources)
+        self._hami: _Hami | None = None
+        if "hami" in settings.kubelet_mode:
+            api, name = cluster_api(settings, environment)
+            watch = PodWatch(node, api, name, held=_holders(pod_resources, settings), now_s=time.time)
+            side = HamiSide(
+                node,
+                api,
+                HamiSettings(
+                    name,
+                    settings.hami_mode or environment.get("OPERATING_MODE") or hami.Mode.CU,
+                    settings.hami_compute_partition or environment.get("COMPUTE_PARTITION", ""),
+                    settings.kubelet_split_count,
+                    str(gate),
+                ),
+                watch,
+                self._of_pod,
+            )
+            # A plugin of its own: the others must not wait for a cluster that may not be there.
+            plugin = DevicePlugin(node, lambda: [side.resource], door, metrics, pod_resources)
+            self._hami = _Hami(api, side, watch, plugin)
 
     @property
     def slices(self) -> Granting:
@@ -92,6 +117,11 @@ class Kubelet:
         names = [partition_device(place) for place in places if place is not None]
         return grant_of(items, document, self._mountpoints, names=names)
 
+    def _of_pod(self, items: Sequence[Slice]) -> Grant:
+        """Beside a slice in part a whole one needs the gate too, which refuses VRAM of a GPU that no policy names."""
+        alone = all(item.request.compute.policy is ComputePolicy.WHOLE for item in items)
+        return self.whole(items) if alone else self.slices(items)
+
     async def run(self) -> None:
         """Until cancelled. Profiles are cut first, so that a kubelet is not shown what is gone a moment later."""
         profiles = Profiles(self._node, self._profiles)
@@ -100,3 +130,55 @@ class Kubelet:
             tasks.create_task(profiles.run(), name="profiles")
             tasks.create_task(self._leases.run(), name="kubelet leases")
             tasks.create_task(self._plugin.run(), name="device plugin")
+            if self._hami is not None:
+                tasks.create_task(self._hami.run(), name="hami")
+
+
+class _Hami:
+    """What runs for HAMi's scheduler. The kubelet hears of GPUs when it is known how they are offered."""
+
+    def __init__(self, api: KubeApi, side: HamiSide, watch: PodWatch, plugin: DevicePlugin) -> None:
+        self._api = api
+        self._side = side
+        self._watch = watch
+        self._plugin = plugin
+
+    async def run(self) -> None:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._side.run(), name="hami registration")
+                tasks.create_task(self._watch.run(), name="hami pods")
+                await self._side.known.wait()
+                tasks.create_task(self._plugin.run(), name="hami device plugin")
+        finally:
+            await self._api.close()
+
+
+FOREIGN = ("NODE_NAME", "OPERATING_MODE", "COMPUTE_PARTITION", "KUBERNETES_SERVICE_HOST", "KUBERNETES_SERVICE_PORT")
+"""Variables that a DaemonSet sets as HAMi's plugin has them, or that Kubernetes sets. Ours, if set, beat them."""
+
+
+def cluster_api(settings: Settings, environment: Mapping[str, str]) -> tuple[KubeApi, str]:
+    """The API, and this node's name there. ``Invalid`` where nobody says how to reach it."""
+    name = settings.kube_node_name or environment.get("NODE_NAME") or platform.node().lower()
+    return KubeApi(read_access(settings.kube_config, environment)), name
+
+
+def _holders(pod_resources: PodResources, settings: Settings) -> Callable[[], Awaitable[frozenset[tuple[str, str]]]]:
+    async def held() -> frozenset[tuple[str, str]]:
+        if not settings.kubelet_pod_resources.parent.is_dir():
+            return frozenset()  # not mounted here: it can never be asked, and API and ledger have to do
+        every = await pod_resources.list()
+        return frozenset((each.namespace, each.pod) for each in every if each.resource == hami.COUNT_RESOURCE)
+
+    return held
+
+
+async def withdraw(settings: Settings, environment: Mapping[str, str]) -> str:
+    """Mark what this node has registered as unhealthy; the node's name."""
+    api, name = cluster_api(settings, environment)
+    try:
+        await hami_withdraw(api, name)
+    finally:
+        await api.close()
+    return name

@@ -408,6 +408,26 @@ class Settings:
         _flag,
         "Register a resource name that another device plugin has: the kubelet gives it to the last one.",
     )
+    kube_config: Path | None = _setting(
+        "kube.config", "", _optional_path, "Kubeconfig for the Kubernetes API; empty: the pod's service account."
+    )
+    kube_node_name: str = _setting(
+        "kube.node_name", "", _text, "This cluster node's name; empty: NODE_NAME if it is set, else the host's name."
+    )
+    hami_mode: str = _setting(
+        "hami.mode",
+        "",
+        _word("", "cu", "partition"),
+        "What HAMi's scheduler is offered: 'cu' (GPUs, shared) or 'partition' (partitions, one container each). Empty: "
+        "OPERATING_MODE if it is set, else cu. The Node's annotation hami.io/amd-operating-mode beats it.",
+    )
+    hami_compute_partition: str = _setting(
+        "hami.compute_partition",
+        "",
+        _text,
+        "Compute mode that idle GPUs are put into at start in HAMi's mode 'partition'. Empty: COMPUTE_PARTITION if it "
+        "is set, else as they are. The Node's annotation hami.io/amd-compute-partition beats it.",
+    )
     origin: Mapping[str, str]
 
 

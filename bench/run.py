@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -273,9 +274,9 @@ def main() -> int:
         }
         show(b.name, report[b.name])
     sys.path.append(str(REPOSITORY))
-    from bench import gate, kubelet
+    from bench import gate, kubelet, pods
 
-    for name, entry in (*gate.figures(), *kubelet.figures()):
+    for name, entry in chain(gate.figures(), kubelet.figures(), pods.figures()):
         report[name] = entry
         show(name, entry)
     (REPOSITORY / "build" / "bench.json").write_text(json.dumps(report, indent=1) + "\n")

@@ -43,14 +43,14 @@ GATE_IN_HAMI: Final = "/usr/local/vgpu/libamvgpu.so"
 """Where HAMi's documentation says that the library is."""
 
 Deliver = Callable[[Sequence[Slice]], Grant]
-"""What a container gets that is given these slices: all of them whole Partitions, or none is without the gate."""
+"""What slices are for a container. May touch the disk, so it is called in a thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class HamiSettings:
     cluster_node: str
-    mode: Mode = Mode.CU
-    """Where the Node's annotation does not say."""
+    mode: str = Mode.CU
+    """Where the Node's annotation does not say. What is no mode is cu, as HAMi has it, and is said."""
     compute_partition: str = ""
     """The compute mode for idle GPUs in mode ``partition``, likewise; empty: as they are."""
     split_count: int = 0
@@ -79,24 +79,17 @@ class HamiSide:
         self._now_s = now_s
         self._pause = pause
         self._lock = NodeLock(api, settings.cluster_node, pause=pause, jitter=jitter)
-        self._mode: Mode | None = None
+        self._mode = Mode.CU
+        self.known = asyncio.Event()
+        """Set when the Node has been asked for its mode: before that nothing is offered, to nobody."""
         self._offered: tuple[Offer, ...] = ()
         self._said = ""
         self._fit: dict[GpuId, Health | None] | None = None
         self.resource = HamiResource(node, api, settings, pods, deliver, self._lock, self.offers)
 
-    @property
-    def ready(self) -> bool:
-        """Whether the mode is known: before that nothing is offered, to nobody."""
-        return self._mode is not None
-
-    @property
-    def mode(self) -> Mode:
-        return self._mode or self._settings.mode
-
     def offers(self, view: NodeView) -> tuple[Offer, ...]:
         """What is offered now; what was and is gone stays, without health."""
-        now = hami.offers(view.inventory, view.book, view.health, mode=self.mode, splits=self._settings.split_count)
+        now = hami.offers(view.inventory, view.book, view.health, mode=self._mode, splits=self._settings.split_count)
         self._offered = hami.with_missing(now, self._offered, view.inventory)
         return self._offered
 
@@ -128,7 +121,7 @@ class HamiSide:
     async def keep(self) -> None:
         """One look: the annotation is made to say what is so, whoever changed it; a lock that nobody needs goes."""
         cluster = await self._api.get_node(self._settings.cluster_node)
-        if not self.ready:
+        if not self.known.is_set():
             await self._learn_mode(cluster)
         view = self._node.view()
         said = text = self._registration(view)
@@ -144,26 +137,17 @@ class HamiSide:
         await self._tell_health(view)
         await self._lock.release_if_stuck(cluster)
 
-    async def withdraw(self) -> None:
-        """For a stop for good: the GPUs stay registered, and none is healthy, so that nothing more is sent here."""
-        cluster = await self._api.get_node(self._settings.cluster_node)
-        if (text := cluster.annotations.get(hami.REGISTRATION)) is not None:
-            notes = {hami.REGISTRATION: hami.format_withdrawn(text), hami.REGISTERED_AT: None}
-            await self._api.patch_node(self._settings.cluster_node, annotations=notes)
-
     def _registration(self, view: NodeView) -> str:
         return hami.format_registration(self.offers(view))
 
     async def _learn_mode(self, cluster: ClusterNode) -> None:
         """The Node's annotation beats the configuration, as HAMi has it. Read once: a mode under pods is no mode."""
-        text = cluster.annotations.get(hami.OPERATING_MODE)
-        mode = self._settings.mode
-        if text is not None:
-            try:
-                mode = Mode(text.strip().lower())
-            except ValueError:
-                log.warning("%s says %r, which is neither cu nor partition: cu it is.", hami.OPERATING_MODE, text)
-                mode = Mode.CU
+        text = cluster.annotations.get(hami.OPERATING_MODE, self._settings.mode)
+        try:
+            mode = Mode(text.strip().lower())
+        except ValueError:
+            log.warning("%r is no operating mode of HAMi (cu or partition): cu it is.", text)
+            mode = Mode.CU
         wanted = cluster.annotations.get(hami.COMPUTE_PARTITION, self._settings.compute_partition)
         if mode is Mode.PARTITION and wanted:
             try:
@@ -173,6 +157,7 @@ class HamiSide:
             else:
                 await self._node.apply_targets([("all", target)])
         self._mode = mode
+        self.known.set()
 
     async def _tell_health(self, view: NodeView) -> None:
         """Events on the Node, for people. The first look is only the baseline; none of it is worth a failure."""
@@ -190,6 +175,14 @@ class HamiSide:
                 )
             except AmdvgpuError as error:
                 log.warning("The event %s of %s could not be written: %s", is_, gpu, error)
+
+
+async def withdraw(api: KubeApi, cluster_node: str) -> None:
+    """For a stop for good: the GPUs stay registered, and none is healthy, so that nothing more is sent here."""
+    cluster = await api.get_node(cluster_node)
+    if (text := cluster.annotations.get(hami.REGISTRATION)) is not None:
+        notes = {hami.REGISTRATION: hami.format_withdrawn(text), hami.REGISTERED_AT: None}
+        await api.patch_node(cluster_node, annotations=notes)
 
 
 def _state(health: Health | None) -> str:
@@ -229,14 +222,18 @@ class NodeLock:
         self._pause = pause
         self._jitter = jitter
 
-    async def release(self, namespace: str, pod: str, *, exactly: str | None = None) -> None:
-        """Release it if it is this pod's (``exactly``: and still of this very text). Whose it is is asked on each try.
+    async def release(
+        self, namespace: str, pod: str, *, exactly: str | None = None, seen: ClusterNode | None = None
+    ) -> None:
+        """Release it if it is this pod's (``exactly``: and still of this very text). Whose it is is asked on each try;
+        ``seen`` spares the first question, for a Node that has changed since is not patched.
 
         ``HostFailure`` or ``Stale`` if it could not be; it is tried again later (:meth:`release_if_stuck`).
         """
         for attempt in range(LOCK_TRIES):
             try:
-                cluster = await self._api.get_node(self._cluster_node)
+                cluster = seen or await self._api.get_node(self._cluster_node)
+                seen = None
                 text = cluster.annotations.get(hami.LOCK)
                 if text is None or exactly not in (None, text) or not _is_of(text, namespace, pod):
                     return
@@ -269,7 +266,7 @@ class NodeLock:
         except NotFound:
             done = True
         if done:
-            await self.release(lock.namespace, lock.pod, exactly=text)
+            await self.release(lock.namespace, lock.pod, exactly=text, seen=cluster)
             log.warning("The node lock of %s/%s was left behind, and is released.", lock.namespace, lock.pod)
 
 
@@ -370,30 +367,30 @@ class HamiResource:
 
     async def _alone(self, ids: frozenset[str]) -> Grant:
         async with self._turn:
-            pod, again = await self._meant(ids)
+            cluster = await self._api.get_node(self._settings.cluster_node)
+            pod, again = await self._meant(cluster, ids)
             if again is not None:
-                grant = self._answer(pod, again)
-                await self._bound(pod)
+                grant = await self._answer(pod, again)
+                await self._bound(cluster, pod)
                 return grant
             done: list[SliceName] = []
             try:
-                return await self._serve(pod, ids, done)
+                return await self._serve(cluster, pod, ids, done)
             except BaseException:
                 await self._fail(pod, done)
                 raise
 
     # ------------------------------------------------------------------------------------- which pod is meant
 
-    async def _meant(self, ids: frozenset[str]) -> tuple[Pod, int | None]:
+    async def _meant(self, cluster: ClusterNode, ids: frozenset[str]) -> tuple[Pod, int | None]:
         """The pod, and which of its containers was served for ``ids`` already (None: none, so the next is meant)."""
-        cluster = await self._api.get_node(self._settings.cluster_node)
         text = cluster.annotations.get(hami.LOCK)
         lock = None if text is None else hami.parse_lock(text)
         if lock is not None and lock.namespace is not None and lock.pod is not None:
             try:
                 pod = await self._api.get_pod(lock.namespace, lock.pod)
             except NotFound:
-                await self._lock.release(lock.namespace, lock.pod, exactly=text)
+                await self._lock.release(lock.namespace, lock.pod, exactly=text, seen=cluster)
             else:
                 return pod, self._served(pod, ids)
         pods = {pod.metadata.uid: pod for pod in await self._api.list_pods(self._settings.cluster_node)}
@@ -425,7 +422,7 @@ class HamiResource:
 
     # ------------------------------------------------------------------------------------------- serving it
 
-    async def _serve(self, pod: Pod, ids: frozenset[str], done: list[SliceName]) -> Grant:
+    async def _serve(self, cluster: ClusterNode, pod: Pod, ids: frozenset[str], done: list[SliceName]) -> Grant:
         """``done`` tells the caller what there may be to undo."""
         here = self._settings.cluster_node
         for where in (pod.annotations.get(hami.ASSIGNED_NODE, ""), pod.spec.node_name):
@@ -442,16 +439,16 @@ class HamiResource:
         for request in self._requests(turn):
             done.append(request.name)
             await self._hold(request, turn.holder)
-        grant = self._answer(pod, turn.ordinal)
-        await self._bound(await self._write(turn, ids))
+        grant = await self._answer(pod, turn.ordinal)
+        await self._bound(cluster, await self._write(turn, ids))
         return grant
 
-    async def _bound(self, pod: Pod) -> None:
+    async def _bound(self, cluster: ClusterNode, pod: Pod) -> None:
         """The next pod may come if no container of this one waits. A release that fails is made up for later."""
         if hami.is_waiting(pod.annotations.get(hami.WAITING, "")):
             return
         try:
-            await self._lock.release(pod.metadata.namespace, pod.metadata.name)
+            await self._lock.release(pod.metadata.namespace, pod.metadata.name, seen=cluster)
         except AmdvgpuError as error:
             log.warning("%s is served, but its node lock could not be released yet: %s", pod, error)
 
@@ -538,11 +535,11 @@ class HamiResource:
         except AmdvgpuError as error:
             log.warning("%s: its node lock could not be released yet: %s", pod, error)
 
-    def _answer(self, pod: Pod, ordinal: int) -> Grant:
+    async def _answer(self, pod: Pod, ordinal: int) -> Grant:
         """What the container gets. All GPUs whole: their nodes and nothing else, no gate and no mask."""
         view = self._node.view()
         slices = _slices_of(view.book.slices, pod.metadata.uid, ordinal)
-        grant = self._deliver(slices)
+        grant = await asyncio.to_thread(self._deliver, slices)
         container = _container(pod, ordinal)
         priority = container.limit(hami.PRIORITY_RESOURCE) if container else None
         wanted = hami.container_environment(slices, view.inventory, priority)

@@ -110,30 +110,7 @@ class Cluster:
         notes: dict[str, Any] | None = None,
     ) -> Json:
         self.uids += 1
-        annotations = {
-            hami.WAITING: allocation,
-            hami.ALLOCATED: allocation,
-            hami.ASSIGNED_NODE: HERE,
-            hami.BIND_PHASE: hami.ALLOCATING,
-            hami.BIND_TIME: str(1_000_000 + self.uids),
-            **(notes or {}),
-        }
-        return self.api.add_pod(
-            {
-                "metadata": {
-                    "name": name,
-                    "namespace": "default",
-                    "uid": f"00000000-0000-4000-8000-{self.uids:012}",
-                    "annotations": {key: value for key, value in annotations.items() if value is not None},
-                },
-                "spec": {
-                    "nodeName": HERE,
-                    "initContainers": list(init),
-                    "containers": list(containers) or [a_container("main")],
-                },
-                "status": {"phase": "Pending"},
-            }
-        )
+        return self.api.add_pod(bound_pod(name, self.uids, allocation, *containers, init=init, notes=notes))
 
     def lock(self, pod: Json) -> Json:
         text = f"2026-01-01T00:00:00Z,{pod['metadata']['namespace']},{pod['metadata']['name']}"
@@ -154,6 +131,39 @@ class Cluster:
             name: [(s.partition, s.vram_bytes >> 20, len(s.cus or ())) for s in item.shares]
             for name, item in sorted(self.node.view().book.slices.items())
         }
+
+
+def bound_pod(
+    name: str,
+    number: int,
+    allocation: str,
+    *containers: Json,
+    init: Sequence[Json] = (),
+    notes: dict[str, str | None] | None = None,
+) -> Json:
+    """As the scheduler leaves it when it has bound it; ``notes`` are laid over its annotations (None: taken away)."""
+    annotations = {
+        hami.WAITING: allocation,
+        hami.ALLOCATED: allocation,
+        hami.ASSIGNED_NODE: HERE,
+        hami.BIND_PHASE: hami.ALLOCATING,
+        hami.BIND_TIME: str(1_000_000 + number),
+        **(notes or {}),
+    }
+    return {
+        "metadata": {
+            "name": name,
+            "namespace": "default",
+            "uid": f"00000000-0000-4000-8000-{number:012}",
+            "annotations": {key: value for key, value in annotations.items() if value is not None},
+        },
+        "spec": {
+            "nodeName": HERE,
+            "initContainers": list(init),
+            "containers": list(containers) or [a_container("main")],
+        },
+        "status": {"phase": "Pending"},
+    }
 
 
 def a_container(name: str, gpus: int = 1, restart: str = "", **limits: int) -> Json:

@@ -15,7 +15,7 @@ from amdvgpud.core import hami
 from amdvgpud.core.errors import AmdvgpuError, Conflict, HostFailure, Invalid, NoRoom, NotFound
 from amdvgpud.core.health import Condition, Health
 from amdvgpud.core.model import Compute, ComputePolicy, GpuId, Inventory, Priority, Request, Slice, SliceName
-from amdvgpud.serve.hami import GATE_IN_HAMI, HEARTBEAT_S, HamiSettings
+from amdvgpud.serve.hami import GATE_IN_HAMI, HEARTBEAT_S, HamiSettings, withdraw
 from amdvgpud.serve.resources import Grant, GrantMount
 from tests.fakes import a_gpu
 from tests.serve.cluster import GPU, HERE, OTHER, Cluster, a_container, slice_of
@@ -103,7 +103,7 @@ async def test_a_node_whose_gpus_have_all_gone_says_so_of_what_it_had_registered
 
 
 async def test_a_stop_for_good_leaves_the_gpus_registered_and_none_healthy(cluster: Cluster) -> None:
-    await cluster.side.withdraw()
+    await withdraw(cluster.client, HERE)
     assert _health(cluster) == [False, False]
     assert hami.REGISTERED_AT not in cluster.api.annotations("node", HERE)
 
@@ -135,9 +135,9 @@ async def test_the_nodes_annotations_beat_the_configuration(
 ) -> None:
     cluster = await Cluster.of(settings=settings)
     cluster.api.change_node(HERE, {"metadata": {"annotations": notes}})
-    before = cluster.side.ready
+    before = cluster.side.known.is_set()
     await cluster.side.keep()
-    assert (before, cluster.side.ready) == (False, True)
+    assert (before, cluster.side.known.is_set()) == (False, True)
     assert [(o.id, o.count) for o in cluster.side.offers(cluster.node.view())] == offered
     await cluster.close()
 

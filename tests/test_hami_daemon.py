@@ -1,0 +1,134 @@
+"""amdvgpud as a program in mode hami: a simulated machine, a stand-in kubelet, an API server in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from amdvgpud.core import hami
+from tests.serve.cluster import HERE, bound_pod
+from tests.serve.fake_kubeapi import FakeKubeApi
+from tests.serve.kubelet import Kubelet, a_kubelet
+
+PROGRAM = [sys.executable, "-c", "from amdvgpud.cli import main; main()"]
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """Not tmp_path: a socket's path has to fit 108 bytes."""
+    with tempfile.TemporaryDirectory(prefix="avg") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+async def kubelet(folder: Path) -> AsyncIterator[Kubelet]:
+    async with a_kubelet(folder / "kubelet" / "device-plugins") as kubelet:
+        yield kubelet
+
+
+@pytest.fixture
+async def api(folder: Path) -> AsyncIterator[FakeKubeApi]:
+    fake = FakeKubeApi()
+    fake.add_node(HERE)
+    server = await fake.start()
+    config = {
+        "current-context": "c",
+        "contexts": [{"name": "c", "context": {"cluster": "c", "user": "c"}}],
+        "clusters": [{"name": "c", "cluster": {"server": server}}],
+        "users": [{"name": "c", "user": {}}],
+    }
+    (folder / "kubeconfig").write_text(json.dumps(config))
+    yield fake
+    await fake.stop()
+
+
+def settings_of(folder: Path, kubelet: Kubelet) -> list[str]:
+    return [
+        *("--simulate=2*mi300x", "--rest-tcp=", f"--run-dir={folder}/run", f"--state-dir={folder}/state"),
+        *(f"--cdi-dir={folder}/cdi", f"--kubelet-dir={kubelet.dir}", "--kubelet-mode=hami"),
+        *(f"--kubelet-pod-resources={kubelet.pod_resources_socket}", f"--kube-config={folder}/kubeconfig"),
+    ]
+
+
+@contextlib.contextmanager
+def a_daemon(folder: Path, kubelet: Kubelet) -> Iterator[subprocess.Popen[bytes]]:
+    # As a DaemonSet names it.
+    process = subprocess.Popen([*PROGRAM, *settings_of(folder, kubelet)], env={**os.environ, "NODE_NAME": HERE})
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        subprocess.run(["umount", folder / "run" / "slices"], check=False, capture_output=True)
+
+
+async def until(holds: Callable[[], Any]) -> Any:
+    async with asyncio.timeout(30):
+        while not (found := holds()):
+            await asyncio.sleep(0.02)
+    return found
+
+
+def registered(api: FakeKubeApi) -> Sequence[Mapping[str, Any]]:
+    return hami.parse_registration(api.annotations("node", HERE).get(hami.REGISTRATION, ""))
+
+
+async def test_a_pod_of_the_scheduler_gets_its_share_also_after_a_kill_and_gives_it_back(
+    folder: Path, kubelet: Kubelet, api: FakeKubeApi
+) -> None:
+    with a_daemon(folder, kubelet) as process:
+        plugin = await kubelet.registered(hami.COUNT_RESOURCE, within_s=30)
+        gpus = await until(lambda: registered(api))
+        assert [(gpu["count"], gpu["devcore"], gpu["health"]) for gpu in gpus] == [(10, 304, True)] * 2
+        await until(lambda: len(plugin.healthy) == 20)
+        pod = bound_pod("a", 1, f"{gpus[1]['id']},{gpus[1]['type']},16384,76:;")
+        api.add_pod(pod)
+        lock = {hami.LOCK: "2026-01-01T00:00:00Z,default,a"}
+        api.change_node(HERE, {"metadata": {"annotations": lock}})
+        (answer,) = await plugin.allocate([f"{gpus[1]['id']}#4"])
+        assert answer.envs["HIP_DEVICE_MEMORY_LIMIT"] == "16384m"
+        assert "LD_AUDIT" not in answer.envs
+        paths = {mount.container_path for mount in answer.mounts}
+        assert {"/usr/local/vgpu/libamvgpu.so", "/etc/ld.so.preload"} < paths
+        assert api.annotations("pod", "default", "a")[hami.BIND_PHASE] == hami.SUCCESS
+        assert hami.LOCK not in api.annotations("node", HERE)
+        process.kill()
+        await asyncio.to_thread(process.wait)
+    await asyncio.wait_for(plugin.ended.wait(), 10)
+    del kubelet.plugins[hami.COUNT_RESOURCE]
+    with a_daemon(folder, kubelet) as process:
+        plugin = await kubelet.registered(hami.COUNT_RESOURCE, within_s=30)
+        assert [answer] == await plugin.allocate([f"{gpus[1]['id']}#4"])
+        name = f"pod-{pod['metadata']['uid']}.0"
+        assert (folder / "run" / "slices" / name).is_dir()
+        api.delete_pod("default", "a")
+        await until(lambda: not (folder / "run" / "slices" / name).exists())
+        process.terminate()
+        assert await asyncio.to_thread(process.wait, 10) == 0
+    assert [gpu["health"] for gpu in registered(api)] == [True, True]
+    environment = {**os.environ, "NODE_NAME": HERE}
+    command = [*PROGRAM, *settings_of(folder, kubelet), "kube", "withdraw"]
+    done = await asyncio.to_thread(subprocess.run, command, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "The GPUs of node n1 are withdrawn from HAMi's scheduler.\n")
+    assert ["health" in gpu for gpu in registered(api)] == [False, False]
+
+
+async def test_without_an_api_the_daemon_runs_and_the_kubelet_hears_of_gpus_when_it_comes(
+    folder: Path, kubelet: Kubelet, api: FakeKubeApi
+) -> None:
+    node = api.nodes.pop(HERE)
+    with a_daemon(folder, kubelet) as process:
+        await until(lambda: "GET nodes" in api.asked)
+        api.nodes[HERE] = node
+        await kubelet.registered(hami.COUNT_RESOURCE, within_s=30)
+        assert process.poll() is None
