@@ -9,20 +9,21 @@ kubelet that has just started knows no pods yet. So
   container, a pod that is being started), and ended otherwise once its lease is not new;
 * nothing ends while processes run in the slice, or within a minute of the kubelet's start, or while it does not answer.
 
-Late is harmless: a kubelet that hands a device out again gets the same slice again.
+Late is harmless: a kubelet that hands out again what has been in its list ends the old lease by that.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from amdvgpud.core.errors import AmdvgpuError, Conflict, NotFound
+from amdvgpud.core.errors import AmdvgpuError, Conflict, Lingering, NotFound
 from amdvgpud.core.model import Holder, Lease, LeaseId, Request, Slice, SliceName
 from amdvgpud.node import Node, NodeView
 from amdvgpud.serve.podresources import CheckpointEntry, PodResources, read_checkpoint
@@ -31,11 +32,14 @@ from amdvgpud.serve.resources import Grant
 log = logging.getLogger(__name__)
 
 LOOK_S: Final = 10.0
-NEW_S: Final = 120.0
-"""How long a lease may wait to be seen: images are pulled after Allocate, but the checkpoint is written in it."""
+NEW_S: Final = 30.0
+"""How long a lease may be in neither list nor checkpoint: the kubelet writes the one as soon as Allocate has answered, and
+makes the pod's directory in the pod's first turn, before volumes and images are waited for."""
 STARTING_S: Final = 60.0
 """How long a kubelet's list is not believed after its start; guessed."""
 LOOKS: Final = 2
+PATIENCE_S: Final = 10
+"""How long a call waits for a whole GPU to be clean. Other pods of the node wait with it; guessed."""
 
 Granting = Callable[[Sequence[Slice]], Grant]
 """What slices are for a container. May touch the disk, so it is called in a thread."""
@@ -68,6 +72,7 @@ class KubeletLeases:
         *,
         now_s: Callable[[], float] = time.time,
         look_s: float = LOOK_S,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         """``plugins_dir``: the kubelet's directory of device plugins, which has the checkpoint too."""
         self._node = node
@@ -75,6 +80,7 @@ class KubeletLeases:
         self._plugins_dir = plugins_dir
         self._now_s = now_s
         self._look_s = look_s
+        self._sleep = sleep
         self._one_at_a_time = asyncio.Lock()
         """Of grants, so that the second of two calls for one device finds what the first has taken."""
         self._seen: set[LeaseId] = set()
@@ -99,13 +105,13 @@ class KubeletLeases:
             for device, what in wanted:
                 name = what.name if isinstance(what, Request) else what
                 there = self._node.view().book.lease_of(name)
+                if there is not None and there.id in self._seen:
+                    # The kubelet asks for what it has given to a container already: that one is no more, and we have
+                    # not looked since. The next one gets it as if new, so that a whole GPU is looked over first.
+                    await self._end(there, "its device is given to the next container")
+                    there = None
                 if there is None or device_of(there.holder) is None:
-                    holder = holder_of(resource, device)
-                    new.append(
-                        await self._node.grant_lease(holder, request=what)
-                        if isinstance(what, Request)
-                        else await self._node.grant_lease(holder, slice=name)
-                    )
+                    new.append(await self._lease(holder_of(resource, device), what))
                 else:
                     self._missing.pop(there.id, None)  # a look that is under way must not end it now
                 view = self._node.view()
@@ -118,10 +124,23 @@ class KubeletLeases:
                 await self._end(lease, "the call that asked for it failed")
             raise
 
+    async def _lease(self, holder: Holder, what: SliceName | Request) -> Lease:
+        """Waits for what a former user has left, a little: the kubelet asks once, and then the pod has failed."""
+        for second in itertools.count():
+            try:
+                if isinstance(what, Request):
+                    return await self._node.grant_lease(holder, request=what)
+                return await self._node.grant_lease(holder, slice=what)
+            except Lingering:
+                if second >= PATIENCE_S:
+                    raise
+            await self._sleep(1)
+        raise AssertionError("counts for ever")
+
     async def run(self) -> None:
         """Until cancelled."""
         while True:
-            await asyncio.sleep(self._look_s)
+            await self._sleep(self._look_s)
             try:
                 await self.look()
             except (AmdvgpuError, OSError) as error:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from amdvgpud.core.errors import Conflict, HostFailure, NoRoom, NotFound
+from amdvgpud.core.errors import Conflict, HostFailure, Lingering, NoRoom, NotFound
 from amdvgpud.core.health import Condition, Health
 from amdvgpud.core.model import Compute, ComputePolicy, Holder, Request, Slice, SliceName
 from amdvgpud.core.profiles import SliceProfile, parse_profiles
@@ -241,9 +241,9 @@ async def test_a_container_that_is_still_being_started_keeps_its_lease_and_one_t
         "Checksum": 1,
     }
     (kubelet / "device-plugins" / "kubelet_internal_checkpoint").write_text(json.dumps(checkpoint))
-    await looks(desk, leases, 12)
-    assert set(held(desk)) == {"25c-48g-0", "25c-48g-1", "25c-48g-2"}  # two minutes for an image to come
-    await looks(desk, leases, 2)
+    await looks(desk, leases, 3)
+    assert set(held(desk)) == {"25c-48g-0", "25c-48g-1", "25c-48g-2"}
+    await looks(desk, leases, 20)
     assert set(held(desk)) == {"25c-48g-0"}
 
 
@@ -269,6 +269,49 @@ async def test_nothing_ends_while_somebody_runs_in_it_or_the_kubelet_cannot_know
     await desk.node.tick()
     await looks(desk, leases, 2)
     assert held(desk) == {}
+
+
+async def test_a_device_that_is_given_to_the_next_container_before_we_looked_has_a_new_lease(
+    desk: Desk, leases: KubeletLeases, said: Said, quarters: ProfileResource
+) -> None:
+    answer = await quarters.allocate(["25c-48g-0"])
+    said.runs("amdvgpu.io/25c-48g", "25c-48g-0")
+    await looks(desk, leases, 1)
+    (before,) = desk.node.view().book.leases
+    assert await quarters.allocate(["25c-48g-0"]) == answer
+    (after,) = desk.node.view().book.leases
+    assert after != before
+    said.runs("")
+    await looks(desk, leases, 3)
+    assert set(held(desk)) == {"25c-48g-0"}  # its own container is being started
+
+
+async def test_a_whole_gpu_that_is_not_clean_yet_is_waited_for_a_little(
+    desk: Desk, leases: KubeletLeases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[float] = []
+    dirty = [3]
+
+    async def sleep(seconds: float) -> None:
+        waited.append(seconds)
+
+    def on(*_: object) -> str | None:
+        dirty[0] -= 1
+        return "a former user's 4 GiB" if dirty[0] >= 0 else None
+
+    monkeypatch.setattr(leases, "_sleep", sleep)
+    monkeypatch.setattr(desk.node._leftovers, "on", on)
+    desk.sysfs.inventory = an_inventory(1)
+    await desk.node.rescan()
+    (device,) = (f"{gpu.id}-0" for gpu in desk.sysfs.inventory.gpus)
+    whole = WholeResource("amd.com/gpu", desk.node, leases, by_name, "single")
+    await whole.allocate([device])
+    assert waited == [1, 1, 1]
+    await desk.node.release_lease(*desk.node.view().book.leases)
+    dirty[0] = 99
+    with pytest.raises(Lingering, match="a former user's 4 GiB"):
+        await whole.allocate([device])
+    assert (len(waited), held(desk)) == (13, {})
 
 
 async def test_leases_of_others_are_no_business_of_the_kubelet(
