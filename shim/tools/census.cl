@@ -2,7 +2,9 @@
  * for the next group to be sent elsewhere. OpenCL C, because that needs neither headers nor device libraries: clang alone
  * builds it for any GPU it knows.
  *
- * Register numbers and fields: AMD's instruction set architecture documents (S_GETREG_B32). */
+ * Sources. Fields: the comment above __smid() in HIP's public header amd_detail/amd_device_functions.h (5.7.1 and 7.2.4), which says
+ * for gfx90a SE_ID 15:13, for gfx942 14:13 and XCC_ID 3:0, for gfx11 WGP_ID 13:10, SA_ID 16, SE_ID 20:18. Numbers: LLVM's SIDefines.h (ID_HW_ID
+ * 4, ID_HW_ID1 23, also on gfx12; ID_XCC_ID 20). That gfx12 kept gfx11's fields is assumed: nothing public was found that says it. */
 #if defined(__gfx1100__) || defined(__gfx1201__)
 #define PLACE 23 /* HW_ID1: simd 9:8, wgp 13:10, shader array 16, engine 20:18 */
 #else
