@@ -25,6 +25,8 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parent.parent
 HOME = Path("usr/lib/amdvgpud")
 GATE_HOME = Path("usr/lib/amdvgpu")
+PLATFORMS = {"x86_64": "..", "haswell": "..", "xeon_phi": "..", "i686": "../lib32", "i586": "../lib32"}
+"""What a linker may call what it loads ($PLATFORM, see preload_line of amdvgpud.core.render), and where that leads."""
 CLIENT_NEEDS = ("cffi", "click", "msgspec", "rich")
 """What ``amdvgpuctl`` imports; with all that these require. tests/packaging runs it without the rest."""
 
@@ -95,12 +97,22 @@ def _make_environment(into: Path) -> None:
 def _place_libraries(into: Path, site: Path) -> None:
     """The gate and the simulated KFD, out of the environment: containers get them from here, whatever the Python."""
     (into / GATE_HOME).mkdir(parents=True)
-    for name in ("libamdvgpu.so", "libsoftkfd.so"):
-        inside = site / "amdvgpud" / name
-        target = into / GATE_HOME / name
-        inside.rename(target)
-        target.chmod(0o644)
-        inside.symlink_to(Path(*[".."] * len(inside.parent.relative_to(into).parts)) / GATE_HOME / name)
+    for name in ("libamdvgpu.so", "libsoftkfd.so", "amdvgpu-ledger"):
+        _move_out(into, site, name)
+        (into / GATE_HOME / name).chmod(0o755 if name == "amdvgpu-ledger" else 0o644)
+    (into / "usr/bin/amdvgpu-ledger").symlink_to("../lib/amdvgpu/amdvgpu-ledger")
+    if (site / "amdvgpud/lib32").is_dir():  # x86-64: an empty library that stands for both in 32-bit programs
+        _move_out(into, site, "lib32")
+        (into / GATE_HOME / "lib32/libsoftkfd.so").symlink_to("libamdvgpu.so")
+        (into / GATE_HOME / "platform").mkdir()
+        for name, target_folder in PLATFORMS.items():
+            (into / GATE_HOME / "platform" / name).symlink_to(target_folder)
+
+
+def _move_out(into: Path, site: Path, name: str) -> None:
+    inside = site / "amdvgpud" / name
+    inside.rename(into / GATE_HOME / name)
+    inside.symlink_to(Path(*[".."] * len(inside.parent.relative_to(into).parts)) / GATE_HOME / name)
 
 
 def _place_files(into: Path, site: Path) -> None:
@@ -148,7 +160,8 @@ def _owners(into: Path, site: Path) -> dict[str, list[Path]]:
     for path in into.rglob("*"):
         if path.is_dir() and not path.is_symlink():
             continue
-        if path == into / GATE_HOME / "libamdvgpu.so":
+        of_the_gate = into / GATE_HOME in path.parents or path == into / "usr/bin/amdvgpu-ledger"
+        if of_the_gate and path not in client:
             owners["libamdvgpu"].append(path)
         elif path in client or path.name in ("amdvgpuctl", "_amdvgpuctl", "amdvgpuctl.fish", "amdvgpuctl.1"):
             owners["amdvgpuctl"].append(path)

@@ -19,6 +19,10 @@ from amdvgpud.core.model import ComputePolicy, CuLayout, CuSet, Inventory, Parti
 MIB: Final = 1024**2
 
 
+PLATFORM_FOLDER: Final = "platform"
+STAND_IN_FOLDER: Final = "lib32"
+
+
 def slice_environment(item: Slice, inventory: Inventory, *, all_nodes_visible: bool = False) -> dict[str, str]:
     """What a process in ``item`` should find in its environment; one order for all, that of ``item.shares``.
 
@@ -49,6 +53,18 @@ def slice_environment(item: Slice, inventory: Inventory, *, all_nodes_visible: b
         if share.cus is not None or share.vram_bytes < partition.vram_bytes:
             environment[f"HIP_DEVICE_MEMORY_LIMIT_{i}"] = _hami_size(share.vram_bytes)
     return environment
+
+
+def preload_line(library: str, by_platform: bool) -> str:
+    """The line of ld.so.preload that brings ``library`` (a path), and where ``by_platform`` nothing to 32-bit programs.
+
+    A linker that finds a library of the other word size says so on standard error, at each start. ``$PLATFORM`` is its
+    own word for what it loads: on x86-64 x86_64, haswell or xeon_phi (some Intel processors; glibc 2.31 to 2.43), in
+    a 32-bit program i686 or i586. Beside the library lies a folder with a link of each name, to the library's own
+    folder or to that of an empty stand-in. Refused: ``$LIB``, of which each distribution makes something else.
+    """
+    folder, _, name = library.rpartition("/")
+    return f"{folder}/{PLATFORM_FOLDER}/$PLATFORM/{name}" if by_platform else library
 
 
 def _visible(partitions: Sequence[Partition], inventory: Inventory, all_nodes_visible: bool) -> list[str]:

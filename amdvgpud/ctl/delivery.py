@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from amdvgpud.core.render import PLATFORM_FOLDER, STAND_IN_FOLDER, preload_line
+
 GUEST_ROOT: Final = Path("/run/amdvgpu")
 PRELOAD_FILE: Final = Path("/etc/ld.so.preload")
 _STAGED_ETC: Final = "etc"
@@ -80,7 +82,7 @@ def deliver_by_mounts(grant: Grant) -> None:
         ledger = os.open(grant.guest / "ledger", os.O_PATH | os.O_CLOEXEC)
     except OSError as e:
         raise CannotDeliver(f"{e.filename}: {e.strerror}") from e
-    _mount_preload_file(format_preload(grant.preload, existing))
+    _mount_preload_file(format_preload([_line_of(library) for library in grant.preload], existing))
     _mount("amdvgpu", GUEST_ROOT, "tmpfs", _HARMLESS, "mode=0755,size=64k")
     for name, fd in outer.items():
         (GUEST_ROOT / name).mkdir()
@@ -91,6 +93,11 @@ def deliver_by_mounts(grant: Grant) -> None:
     _bind(ledger, inside / "ledger", 0)
     _mount(None, GUEST_ROOT, None, _MS_REMOUNT | _MS_BIND | _MS_RDONLY | _HARMLESS)
     os.chdir(here)  # through the new mounts: the old working directory may lie under one of them
+
+
+def _line_of(library: Path) -> Path:
+    beside = [library.parent / PLATFORM_FOLDER, library.parent / STAND_IN_FOLDER / library.name]
+    return Path(preload_line(str(library), all(path.exists() for path in beside)))
 
 
 def format_preload(libraries: Iterable[Path], existing: str) -> str:

@@ -27,7 +27,7 @@ import msgspec
 from amdvgpud.core.cumask import layout_hash
 from amdvgpud.core.errors import AmdvgpuError, Invalid
 from amdvgpud.core.model import Inventory, Partition, Slice, SliceName
-from amdvgpud.core.render import slice_environment
+from amdvgpud.core.render import PLATFORM_FOLDER, STAND_IN_FOLDER, preload_line, slice_environment
 from amdvgpud.ports import CdiStatus
 
 log = logging.getLogger(__name__)
@@ -668,11 +668,17 @@ class CdiFile:
         # a policy beside ours there, which adds a quota (tried), or rename the folder. runc and crun make it read-only
         # last, when the slices' mounts stand in it; one that did it at once would fail the container, not the limit.
         slices = Mount("tmpfs", SLICES_IN_CONTAINER, _SLICES_OPTIONS, type="tmpfs")
-        gate = (
+        gate: tuple[Mount, ...] = (
             slices,
             Mount(str(self._library), GATE_IN_CONTAINER, _LIBRARY_OPTIONS),
             Mount(str(self._run_dir / "ld.so.preload"), PRELOAD_IN_CONTAINER, _LIBRARY_OPTIONS),
         )
+        if self._by_platform():
+            inside = GATE_IN_CONTAINER.rpartition("/")[0]
+            beside = (PLATFORM_FOLDER, STAND_IN_FOLDER)
+            gate += tuple(
+                Mount(str(self._library.parent / name), f"{inside}/{name}", _LIBRARY_OPTIONS) for name in beside
+            )
         if self._simulated is None:
             return Edits((), (self._node("/dev/kfd"),), gate)
         # A runtime takes no plain file as a device node, and cannot mount at a path of sysfs that does not exist.
@@ -685,7 +691,12 @@ class CdiFile:
     def _preload(self) -> bytes:
         """Gate before emulator: the first to be asked must be the one that limits, the other answers by itself."""
         lines = [GATE_IN_CONTAINER] + ([SOFTKFD_IN_CONTAINER] if self._simulated else [])
-        return "".join(f"{line}\n" for line in lines).encode()
+        return "".join(f"{preload_line(line, self._by_platform())}\n" for line in lines).encode()
+
+    def _by_platform(self) -> bool:
+        """Whether the library was installed with what spares 32-bit programs a complaint (packages do; wheels cannot
+        hold links)."""
+        return all((self._library.parent / name).is_dir() for name in (PLATFORM_FOLDER, STAND_IN_FOLDER))
 
     def _node(self, path: str) -> DeviceNode:
         on_host = str(self._host / path.lstrip("/"))

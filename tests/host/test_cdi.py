@@ -98,7 +98,7 @@ def there(tmp_path: Path) -> CdiFile:
     return CdiFile(
         tmp_path / "cdi",
         run_dir=tmp_path / "run",
-        library=Path("/usr/lib/amdvgpu/libamdvgpu.so"),
+        library=Path("/lib/gate.so"),
         standard_dirs=(tmp_path / "etc", tmp_path / "cdi"),
     )
 
@@ -337,9 +337,7 @@ def test_the_file_gives_every_container_the_kfd_the_gate_and_the_preload_list(th
         device_nodes=(DeviceNode("/dev/kfd", file_mode=0o666, permissions="rw"),),
         mounts=(
             Mount("tmpfs", "/run/amdvgpu", ("ro", "nosuid", "nodev", "noexec", "mode=755", "size=64k"), "tmpfs"),
-            Mount(
-                "/usr/lib/amdvgpu/libamdvgpu.so", "/usr/lib/amdvgpu/libamdvgpu.so", ("ro", "nosuid", "nodev", "bind")
-            ),
+            Mount("/lib/gate.so", "/usr/lib/amdvgpu/libamdvgpu.so", ("ro", "nosuid", "nodev", "bind")),
             Mount(f"{tmp_path}/run/ld.so.preload", "/etc/ld.so.preload", ("ro", "nosuid", "nodev", "bind")),
         ),
     )
@@ -414,6 +412,30 @@ def test_a_simulated_node_mounts_plain_files_and_nothing_under_sys(tmp_path: Pat
     assert (
         tmp_path / "ld.so.preload"
     ).read_text() == "/usr/lib/amdvgpu/libamdvgpu.so\n/usr/lib/amdvgpu/libsoftkfd.so\n"
+
+
+def test_where_the_library_has_a_stand_in_the_linker_chooses_by_platform(tmp_path: Path) -> None:
+    library = tmp_path / "lib/libamdvgpu.so"
+    for folder in ("platform", "lib32"):
+        (library.parent / folder).mkdir(parents=True)
+    there = CdiFile(
+        tmp_path / "cdi",
+        run_dir=tmp_path,
+        library=library,
+        simulated=SimulatedDevices(Path("/sim"), Path("/lib/softkfd.so")),
+    )
+    there.publish([a_slice("alice", 1)], INVENTORY)
+    mounts = [(m.host_path, m.container_path) for m in parse_spec((there.path).read_text()).edits.mounts]
+    assert mounts[1:5] == [
+        (str(library), "/usr/lib/amdvgpu/libamdvgpu.so"),
+        (f"{tmp_path}/ld.so.preload", "/etc/ld.so.preload"),
+        (f"{library.parent}/platform", "/usr/lib/amdvgpu/platform"),
+        (f"{library.parent}/lib32", "/usr/lib/amdvgpu/lib32"),
+    ]
+    assert (tmp_path / "ld.so.preload").read_text().splitlines() == [
+        "/usr/lib/amdvgpu/platform/$PLATFORM/libamdvgpu.so",
+        "/usr/lib/amdvgpu/platform/$PLATFORM/libsoftkfd.so",
+    ]
 
 
 @pytest.mark.parametrize("change", ["gone", "another layout"])

@@ -65,6 +65,28 @@ def test_the_shipped_configuration_shows_every_setting_at_its_default(script: Sc
     assert shown(settings) == shown(read_settings({}, {}, defaults))
 
 
+def test_the_gate_and_its_tool_lie_outside_python_and_32_bit_programs_find_a_stand_in(
+    script: Script, tmp_path: Path
+) -> None:
+    site = tmp_path / "usr/lib/amdvgpud/lib/python3/site-packages"
+    (site / "amdvgpud/lib32").mkdir(parents=True)
+    (tmp_path / "usr/bin").mkdir()
+    files = ("libamdvgpu.so", "libsoftkfd.so", "amdvgpu-ledger", "lib32/libamdvgpu.so")
+    for name in files:
+        (site / "amdvgpud" / name).write_text(name)
+    script("stage")._place_libraries(tmp_path, site)
+    assert [(site / "amdvgpud" / name).read_text() for name in files] == list(files)
+    assert (tmp_path / "usr/bin/amdvgpu-ledger").read_text() == "amdvgpu-ledger"
+    by_platform = {
+        path.name: [(path / name).read_text() for name in ("libamdvgpu.so", "libsoftkfd.so")]
+        for path in (tmp_path / "usr/lib/amdvgpu/platform").iterdir()
+    }
+    assert by_platform == {
+        **{key: ["libamdvgpu.so", "libsoftkfd.so"] for key in ("x86_64", "haswell", "xeon_phi")},
+        **dict.fromkeys(("i686", "i586"), ["lib32/libamdvgpu.so"] * 2),
+    }
+
+
 def distribution(site: Path, name: str, licence: str) -> None:
     """A distribution as pip leaves it: one module, metadata, a licence text."""
     folder = site / f"{name}-1.0.dist-info"

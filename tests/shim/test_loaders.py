@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from amdvgpud.core.model import CuSet
+from amdvgpud.core.render import preload_line
 
 if TYPE_CHECKING:
     from tests.shim.conftest import Built, Machine
@@ -248,7 +250,7 @@ def test_a_static_program_is_not_reached_and_not_harmed(machine: Machine, probes
 def in_a_container(machine: Machine, command: str, preload: str) -> subprocess.CompletedProcess[str]:
     """``command`` with slice a mounted as a container has it, and an /etc/ld.so.preload of ``preload``."""
     work = machine.root / "overlay"
-    work.mkdir()
+    work.mkdir(exist_ok=True)
     script = f"""
         set -e
         mount -t tmpfs none {work} && mkdir {work}/upper {work}/work
@@ -294,20 +296,36 @@ def test_the_file_reaches_programs_without_an_environment_and_privileged_ones(
     assert (done.returncode, done.stdout.strip(), said) == (0, HELD, "")
 
 
+STARTS = """
+void _start(void) { __asm__("mov $1, %eax; mov $7, %ebx; int $0x80"); }
+"""
+"""A 32-bit program that its dynamic linker loads, and that then ends with 7; it needs no 32-bit libc to be built."""
+
+
 @pytest.mark.root
-def test_a_32_bit_program_runs_without_a_word_where_the_stub_lies_under_lib(machine: Machine) -> None:
-    """$LIB is the directory of the program's own kind; the linker of a 32-bit program looks for its own there."""
+def test_a_32_bit_program_starts_without_a_word_where_its_linker_finds_the_stand_in(machine: Machine) -> None:
+    """By $PLATFORM, the linker's own word for what it loads; without, it complains of the other word size."""
     machine.slice("a", (0, 550, None))
-    where = machine.built.gate.parent / "libs"
-    for directory, source in (("lib/x86_64-linux-gnu", machine.built.gate), ("lib64", machine.built.gate)):
-        (where / directory).mkdir(parents=True)
-        shutil.copy(source, where / directory / "libamdvgpu.so")
-    flags = ["-m32", "-shared", "-nostdlib", "-fPIC", str(SHIM / "src/stub32.c")]
-    for directory in ("lib32", "lib/i386-linux-gnu"):
-        (where / directory).mkdir(parents=True)
-        machine.built.cc([*flags, "-o", str(where / directory / "libamdvgpu.so")])
-    done = in_a_container(machine, f"{machine.built.drive} alloc:1000:{TOO_MUCH}", f"{where}/$LIB/libamdvgpu.so")
-    assert (done.stdout, done.stderr) == (f"alloc:1000:{TOO_MUCH} -> ENOMEM\n", "")
+    where = machine.built.gate.parent / "gates"
+    for folder in ("lib32", "platform"):
+        (where / folder).mkdir(parents=True)
+    shutil.copy(machine.built.gate, where)
+    machine.built.cc(
+        ["-m32", "-shared", "-nostdlib", "-fPIC", str(SHIM / "src/stub32.c"), "-o", f"{where}/lib32/libamdvgpu.so"]
+    )
+    for name, target in runpy.run_path(str(SHIM.parent / "packaging/stage.py"))["PLATFORMS"].items():
+        (where / "platform" / name).symlink_to(target)
+    source, small = machine.root / "starts.c", machine.root / "starts"
+    source.write_text(STARTS)
+    linker = "-Wl,-dynamic-linker,/lib/ld-linux.so.2"
+    machine.built.cc(["-m32", "-nostdlib", "-fPIE", "-pie", linker, str(source), "-o", str(small)])
+    command = f"{machine.built.drive} alloc:1000:{TOO_MUCH}; {small}; echo $?"
+    line = preload_line(f"{where}/libamdvgpu.so", by_platform=True)
+    done = in_a_container(machine, f"sh -c '{command}'", line)
+    assert (done.stdout, done.stderr) == (f"alloc:1000:{TOO_MUCH} -> ENOMEM\n7\n", "")
+    done = in_a_container(machine, str(small), f"{where}/libamdvgpu.so")
+    assert done.returncode == 7
+    assert "wrong ELF class: ELFCLASS64" in done.stderr
 
 
 def test_a_musl_program_is_held_by_ld_preload(machine: Machine) -> None:
