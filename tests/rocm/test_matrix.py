@@ -388,6 +388,25 @@ def free_is_what_is_left(bed: Any, runtime: Any) -> Figures:
 
 
 @case
+def smi_tools_show_the_slice(bed: Any, runtime: Any) -> Figures:
+    """Total and used of the slice, by what the suite has: rocm-smi, and from Debian 13 on amd-smi as well."""
+    here = bed("mi210")
+    here.slice("a", (0, QUOTA_MIB, None))
+    neighbour = here.start("take:malloc:512:2", "wait")
+    until_waiting(neighbour)
+    ran = here.run("/usr/bin/rocm-smi", "--showmeminfo", "vram", "--json")
+    card = json.loads(ran.out[ran.out.index("{") :])["card0"]
+    got = {"rocm-smi": [int(card[f"VRAM Total {what}(B)"]) // MIB for what in ("Memory ", "Used Memory ")]}
+    if runtime.root != Path("/"):
+        ran = here.run("/usr/bin/amd-smi", "metric", "-m", "--json")
+        said = json.loads(re.sub(r"^[^\[{]*", "", ran.out))
+        usage = (said["gpu_data"] if isinstance(said, dict) else said)[0]["mem_usage"]
+        got["amd-smi"] = [usage[f"{what}_vram"]["value"] for what in ("total", "used")]
+    neighbour.communicate("\n", timeout=100)
+    return {tool: [QUOTA_MIB, between(1024, 1024 + KEPT_MIB)] for tool in got}, got
+
+
+@case
 def free_counts_the_neighbour_in(bed: Any, runtime: Any) -> Figures:
     here = bed("mi210")
     here.slice("a", (0, QUOTA_MIB, None))
