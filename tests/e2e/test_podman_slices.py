@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+import amdvgpud._abi
+
 pytestmark = pytest.mark.podman
 
 GIB = 2**30
@@ -225,6 +227,16 @@ def test_a_container_that_starts_again_in_a_new_pid_namespace_starts_at_zero(hol
     holding.eventually(lambda: corner.podman("logs", "holder").output.count('"hold"'), 2)
     answers = Answers(0, corner.podman("logs", "holder").output)
     assert answers.of("gpu", "available") == [(ALICE,), (ALICE,)], answers.output
+
+
+def test_the_ledger_tool_of_the_wheel_tells_a_container_of_its_own_slice(holding: Any) -> None:
+    tool = Path(amdvgpud._abi.__file__).with_name("amdvgpu-ledger")
+    done = holding.corner.container(
+        ["alice"], "amdvgpu-ledger", "--json", options=("--volume", f"{tool}:/bin/amdvgpu-ledger:ro")
+    )
+    assert done.code == 0, done.output
+    told = json.loads(done.output)["slices"]
+    assert [(item["slice"], [gpu["used_bytes"] for gpu in item["gpus"]]) for item in told] == [("alice", [3 * GIB])]
 
 
 def test_a_deleted_slice_cannot_be_asked_for_any_more(served: Any) -> None:
