@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 LOOK_S: Final = 10.0
 NEW_S: Final = 30.0
-"""How long a lease may be in neither list nor checkpoint: the kubelet writes the one as soon as Allocate has answered, and
+"""How long a lease may be in neither list nor checkpoint: the kubelet writes the latter when Allocate has answered, and
 makes the pod's directory in the pod's first turn, before volumes and images are waited for."""
 STARTING_S: Final = 60.0
 """How long a kubelet's list is not believed after its start; guessed."""
