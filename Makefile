@@ -62,15 +62,21 @@ build/.tested: build/.built
 clean:
 	rm -rf build $(VENV)
 
-# make packages     deb for Debian 12 and 13 and rpm, each in a clean root; to build/packages (root, 3 minutes at first)
-# make e2e-systemd  the same installed, upgraded and removed on machines whose PID 1 is systemd 252 and 257 (root)
-.PHONY: packages e2e-systemd
+# make packages      deb for Debian 12 and 13 and rpm, each in a clean root; to build/packages (3 minutes at first)
+# make e2e-systemd   the same installed, upgraded and removed on machines whose PID 1 is systemd 252 and 257; rpm on 252
+# make e2e-runtimes  docker, containerd and rootless podman of Debian 13, each with a slice
+# All of these as root, and none is part of make test.
+.PHONY: packages e2e-systemd e2e-runtimes
 packages:
 	scripts/setup packages
 	packaging/build bookworm trixie rpm
 
 e2e-systemd: packages
 	tests/e2e/systemd/run
+
+e2e-runtimes:
+	scripts/setup packages
+	tests/e2e/systemd/check-on trixie runtimes docker.io docker-cli containerd podman crun runc uidmap
 
 # make stubs        what protoc makes of amdvgpud/serve/pb/*.proto, which is committed
 .PHONY: stubs
