@@ -29,8 +29,8 @@ from amdvgpud.serve.resources import grant_of
 from amdvgpud.sim.models import parse_simulation
 from amdvgpud.sim.tree import build_tree
 from bench.gate import record
-from tests.serve.cluster import HERE, bound_pod
 from tests.serve.fake_kubeapi import FakeKubeApi
+from tests.serve.stage import HERE, bound_pod
 
 PODS = 200
 ROUNDS = 3

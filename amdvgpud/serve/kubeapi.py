@@ -325,7 +325,10 @@ class KubeApi:
         patch = _metadata(annotations, None, None)
         patch["metadata"]["uid"] = pod.metadata.uid  # a pod's uid cannot be changed: one that differs is refused
         path = _path_of_pod(pod.metadata.namespace, pod.metadata.name)
-        return _decoded(await self._ask("PATCH", path, patch), Pod)
+        try:
+            return _decoded(await self._ask("PATCH", path, patch), Pod)
+        except Invalid as error:
+            raise Stale(str(error)) from error
 
     async def tell_of_node(self, node: str, reason: str, message: str, *, warning: bool, now_s: float) -> None:
         """An Event about ``node``, for people: where it cannot be written the caller goes on."""
@@ -539,6 +542,8 @@ def _refusal(method: str, path: str, status: int, body: bytes) -> Exception:
         return Stale(text)
     if status == 410:
         return _Gone(text)
+    if status == 422:
+        return Invalid(text)
     if status == 403:
         text += " (the role that amdvgpud needs is in docs/guide/hami.md)"
     return HostFailure(text)

@@ -109,6 +109,8 @@ class FakeKubeApi:
         return self.pods[namespace, name]
 
     def delete_pod(self, namespace: str, name: str) -> None:
+        """Marked first, then gone, as the real one tells it."""
+        self.change_pod(namespace, name, {"metadata": {"deletionTimestamp": "2026-01-01T00:00:00Z"}})
         self._tell("DELETED", self._stamped(self.pods.pop((namespace, name))))
 
     def change_node(self, name: str, patch: Json) -> None:
@@ -185,7 +187,7 @@ class FakeKubeApi:
             if wanted.get("resourceVersion", there["resourceVersion"]) != there["resourceVersion"]:
                 return status(409, "the object has been modified", "Conflict")
             if wanted.get("uid", there["uid"]) != there["uid"]:
-                return status(409, "Precondition failed: UID in precondition", "Conflict")
+                return status(422, "metadata.uid: field is immutable", "Invalid")
             for value in (wanted.get("annotations") or {}).values():
                 assert value is None or isinstance(value, str), "an annotation is a text"
             after = merged(group[key], patch)

@@ -21,7 +21,10 @@ from tests.serve.fake_kubeapi import FakeKubeApi, Json, failing
 def a_pod(name: str, node: str = "n1", **annotations: str) -> Json:
     return {
         "metadata": {"name": name, "namespace": "default", "uid": f"uid-{name}", "annotations": annotations},
-        "spec": {"nodeName": node, "containers": [{"name": "c", "resources": {"limits": {"amd.com/gpu": "1"}}}]},
+        "spec": {
+            "nodeName": node,
+            "containers": [{"name": "c", "image": "none", "resources": {"limits": {"amd.com/gpu": "1"}}}],
+        },
         "status": {"phase": "Pending"},
     }
 
@@ -182,7 +185,8 @@ async def test_a_watch_tells_all_pods_and_then_each_change(server: FakeKubeApi, 
     server.add_pod(a_pod("elsewhere", node="n2"))
     server.change_pod("default", "new", {"status": {"phase": "Running"}})
     server.delete_pod("default", "old")
-    assert [_short(await anext(watch)) for _ in range(3)] == ["new Pending", "new Running", "old Pending gone"]
+    told = [_short(await anext(watch)) for _ in range(4)]
+    assert told == ["new Pending", "new Running", "old Pending", "old Pending gone"]
     await watch.aclose()  # type: ignore[attr-defined]
 
 

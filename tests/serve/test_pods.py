@@ -11,130 +11,130 @@ from amdvgpud.core import hami
 from amdvgpud.core.errors import HostFailure
 from amdvgpud.core.model import Compute, ComputePolicy, Request, SliceName
 from amdvgpud.serve.pods import SAID_S
-from tests.serve.cluster import GPU, HERE, Cluster, slice_of
 from tests.serve.fake_kubeapi import Json, failing
+from tests.serve.stage import GPU, HERE, Stage, slice_of
 
 QUARTER = f"{GPU},T,16384,76:;"
 
 
 @pytest.fixture
-async def cluster() -> AsyncIterator[Cluster]:
-    found = await Cluster.of()
+async def stage() -> AsyncIterator[Stage]:
+    found = await Stage.of()
     await found.side.keep()
     yield found
     await found.close()
 
 
-async def served(cluster: Cluster, name: str, allocation: str = QUARTER) -> Json:
-    pod = cluster.pod(name, allocation=allocation)
-    await cluster.side.resource.allocate([f"{GPU}#0"])
-    cluster.api.change_pod("default", name, {"status": {"phase": "Running"}})
-    await seen(cluster)
+async def served(stage: Stage, name: str, allocation: str = QUARTER) -> Json:
+    pod = stage.pod(name, allocation=allocation)
+    await stage.side.resource.allocate([f"{GPU}#0"])
+    stage.api.change_pod("default", name, {"status": {"phase": "Running"}})
+    await seen(stage)
     return pod
 
 
-async def seen(cluster: Cluster) -> None:
-    cluster.watch.pods = {pod.metadata.uid: pod for pod in await cluster.client.list_pods(HERE)}
+async def seen(stage: Stage) -> None:
+    stage.watch.pods = {pod.metadata.uid: pod for pod in await stage.client.list_pods(HERE)}
 
 
-def end(cluster: Cluster, how: str, name: str = "a") -> None:
+def end(stage: Stage, how: str, name: str = "a") -> None:
     if how == "deleted":
-        cluster.api.delete_pod("default", name)
+        stage.api.delete_pod("default", name)
     else:
-        cluster.api.change_pod("default", name, {"status": {"phase": how}})
+        stage.api.change_pod("default", name, {"status": {"phase": how}})
 
 
 @pytest.mark.parametrize("how", ["Succeeded", "Failed", "deleted"])
-async def test_a_pod_that_is_over_gives_its_slice_back_after_a_grace(cluster: Cluster, how: str) -> None:
-    await served(cluster, "a")
-    end(cluster, how)
-    await seen(cluster)
-    assert [await cluster.watch.release_ended(5), len(cluster.slices())] == [0, 1]
-    cluster.now_s += 4
-    assert await cluster.watch.release_ended(5) == 0
-    cluster.now_s += 1
-    assert [await cluster.watch.release_ended(5), cluster.slices()] == [1, {}]
-    assert cluster.node.view().book.leases == {}
+async def test_a_pod_that_is_over_gives_its_slice_back_after_a_grace(stage: Stage, how: str) -> None:
+    await served(stage, "a")
+    end(stage, how)
+    await seen(stage)
+    assert [await stage.watch.release_ended(5), len(stage.slices())] == [0, 1]
+    stage.now_s += 4
+    assert await stage.watch.release_ended(5) == 0
+    stage.now_s += 1
+    assert [await stage.watch.release_ended(5), stage.slices()] == [1, {}]
+    assert stage.node.view().book.leases == {}
 
 
 @pytest.mark.parametrize("phase", ["Pending", "Running", "Unknown"])
-async def test_a_pod_that_is_not_over_keeps_its_slice(cluster: Cluster, phase: str) -> None:
-    await served(cluster, "a")
-    end(cluster, phase)
-    await seen(cluster)
-    assert [await cluster.watch.release_ended(0), len(cluster.slices())] == [0, 1]
+async def test_a_pod_that_is_not_over_keeps_its_slice(stage: Stage, phase: str) -> None:
+    await served(stage, "a")
+    end(stage, phase)
+    await seen(stage)
+    assert [await stage.watch.release_ended(0), len(stage.slices())] == [0, 1]
 
 
-async def test_a_watch_that_is_behind_releases_nothing_that_the_api_still_has(cluster: Cluster) -> None:
-    await served(cluster, "a")
-    cluster.watch.pods = {}
-    assert [await cluster.watch.release_ended(0), len(cluster.slices())] == [0, 1]
+async def test_a_watch_that_is_behind_releases_nothing_that_the_api_still_has(stage: Stage) -> None:
+    await served(stage, "a")
+    stage.watch.pods = {}
+    assert [await stage.watch.release_ended(0), len(stage.slices())] == [0, 1]
 
 
-async def test_while_the_api_is_away_nothing_is_released(cluster: Cluster) -> None:
-    await served(cluster, "a")
-    cluster.watch.pods = {}
-    cluster.api.faults = [("LIST", "pods", failing(503))] * 4
+async def test_while_the_api_is_away_nothing_is_released(stage: Stage) -> None:
+    await served(stage, "a")
+    stage.watch.pods = {}
+    stage.api.faults = [("LIST", "pods", failing(503))] * 4
     with pytest.raises(HostFailure):
-        await cluster.watch.release_ended(0)
-    assert len(cluster.slices()) == 1
+        await stage.watch.release_ended(0)
+    assert len(stage.slices()) == 1
 
 
 async def test_while_processes_run_in_it_a_slice_stays_and_that_is_said_once(
-    cluster: Cluster, caplog: pytest.LogCaptureFixture
+    stage: Stage, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pod = await served(cluster, "a")
-    cluster.files.run_a_process_in(SliceName(slice_of(pod)))
-    end(cluster, "deleted")
-    await seen(cluster)
+    pod = await served(stage, "a")
+    stage.files.run_a_process_in(SliceName(slice_of(pod)))
+    end(stage, "deleted")
+    await seen(stage)
     for _ in range(3):
-        assert await cluster.watch.release_ended(0) == 0
-        cluster.now_s += SAID_S
+        assert await stage.watch.release_ended(0) == 0
+        stage.now_s += SAID_S
     assert [record.getMessage() for record in caplog.records if "stay" in record.getMessage()] == [
         f"Pod {pod['metadata']['uid']} is over, but {slice_of(pod)} stay(s): processes run in {slice_of(pod)}."
     ]
-    cluster.files.dead_bytes[SliceName(slice_of(pod))] = 1  # they have ended; the node's look finds it
-    assert await cluster.watch.release_ended(0) == 1
+    stage.files.dead_bytes[SliceName(slice_of(pod))] = 1  # they have ended; the node's look finds it
+    assert await stage.watch.release_ended(0) == 1
 
 
-async def test_while_the_kubelet_has_a_deleted_pod_its_slice_stays(cluster: Cluster) -> None:
-    await served(cluster, "a")
-    cluster.held = {("default", "a")}
-    end(cluster, "deleted")
-    await seen(cluster)
-    assert await cluster.watch.release_ended(0) == 0
-    cluster.held = set()
-    assert await cluster.watch.release_ended(0) == 1
+async def test_while_the_kubelet_has_a_deleted_pod_its_slice_stays(stage: Stage) -> None:
+    await served(stage, "a")
+    stage.held = {("default", "a")}
+    end(stage, "deleted")
+    await seen(stage)
+    assert await stage.watch.release_ended(0) == 0
+    stage.held = set()
+    assert await stage.watch.release_ended(0) == 1
 
 
-async def test_the_kubelets_word_about_a_pod_that_came_again_is_not_about_the_first(cluster: Cluster) -> None:
-    first = await served(cluster, "a")
-    end(cluster, "deleted")
-    second = await served(cluster, "a")
-    cluster.held = {("default", "a")}
-    await seen(cluster)
-    assert await cluster.watch.release_ended(0) == 1
-    assert (slice_of(first) in cluster.slices(), slice_of(second) in cluster.slices()) == (False, True)
+async def test_the_kubelets_word_about_a_pod_that_came_again_is_not_about_the_first(stage: Stage) -> None:
+    first = await served(stage, "a")
+    end(stage, "deleted")
+    second = await served(stage, "a")
+    stage.held = {("default", "a")}
+    await seen(stage)
+    assert await stage.watch.release_ended(0) == 1
+    assert (slice_of(first) in stage.slices(), slice_of(second) in stage.slices()) == (False, True)
 
 
-async def test_a_pod_whose_containers_ended_frees_its_slice_whatever_the_kubelet_still_lists(cluster: Cluster) -> None:
-    await served(cluster, "a")
-    cluster.held = {("default", "a")}
-    end(cluster, "Succeeded")
-    await seen(cluster)
-    assert await cluster.watch.release_ended(0) == 1
+async def test_a_pod_whose_containers_ended_frees_its_slice_whatever_the_kubelet_still_lists(stage: Stage) -> None:
+    await served(stage, "a")
+    stage.held = {("default", "a")}
+    end(stage, "Succeeded")
+    await seen(stage)
+    assert await stage.watch.release_ended(0) == 1
 
 
-async def test_slices_of_others_are_nobodys_business_here(cluster: Cluster) -> None:
-    await cluster.node.put_slice(Request(SliceName("alice"), Compute(ComputePolicy.BALANCED, percent=25), 1 << 30))
-    assert [await cluster.watch.release_ended(0), set(cluster.slices())] == [0, {"alice"}]
+async def test_slices_of_others_are_nobodys_business_here(stage: Stage) -> None:
+    await stage.node.put_slice(Request(SliceName("alice"), Compute(ComputePolicy.BALANCED, percent=25), 1 << 30))
+    assert [await stage.watch.release_ended(0), set(stage.slices())] == [0, {"alice"}]
 
 
-async def test_a_daemon_that_starts_again_finds_what_ended_meanwhile_and_keeps_the_rest(cluster: Cluster) -> None:
-    await served(cluster, "a")
-    rest = await served(cluster, "b")
-    end(cluster, "deleted")
-    after = await cluster.restarted()
+async def test_a_daemon_that_starts_again_finds_what_ended_meanwhile_and_keeps_the_rest(stage: Stage) -> None:
+    await served(stage, "a")
+    rest = await served(stage, "b")
+    end(stage, "deleted")
+    after = await stage.restarted()
     await after.side.keep()
     running = asyncio.create_task(after.watch.run())
     async with asyncio.timeout(10):
@@ -145,28 +145,28 @@ async def test_a_daemon_that_starts_again_finds_what_ended_meanwhile_and_keeps_t
     running.cancel()
 
 
-async def test_two_hundred_pods_come_and_go_and_nothing_is_left(cluster: Cluster) -> None:
-    running = asyncio.create_task(cluster.watch.run())
+async def test_two_hundred_pods_come_and_go_and_nothing_is_left(stage: Stage) -> None:
+    running = asyncio.create_task(stage.watch.run())
     alive: list[str] = []
     for number in range(200):
         name = f"p{number}"
-        pod = cluster.pod(name, allocation=f"{GPU},T,8192,24:;")
-        await cluster.side.resource.allocate([f"{GPU}#{number % 10}"])
-        assert cluster.locked() is None
-        assert slice_of(pod) in cluster.slices()
+        pod = stage.pod(name, allocation=f"{GPU},T,8192,24:;")
+        await stage.side.resource.allocate([f"{GPU}#{number % 10}"])
+        assert stage.locked() is None
+        assert slice_of(pod) in stage.slices()
         alive.append(name)
         if len(alive) == 10:  # as many as the scheduler lets share a GPU
             for _ in range(1 + number % 7):
-                end(cluster, ("Succeeded", "Failed", "deleted")[number % 3], alive.pop(number % len(alive)))
+                end(stage, ("Succeeded", "Failed", "deleted")[number % 3], alive.pop(number % len(alive)))
     for name in alive:
-        end(cluster, "deleted", name)
+        end(stage, "deleted", name)
     async with asyncio.timeout(10):
-        while any(not pod.ended for pod in cluster.watch.pods.values()):
+        while any(not pod.ended for pod in stage.watch.pods.values()):
             await asyncio.sleep(0.005)
-    cluster.now_s += 10
-    await cluster.watch.release_ended(0)
-    assert (cluster.slices(), cluster.node.view().book.leases, cluster.locked()) == ({}, {}, None)
-    assert cluster.files.names() == frozenset()
-    notes = [pod["metadata"]["annotations"] for pod in cluster.api.pods.values()]
+    stage.now_s += 10
+    await stage.watch.release_ended(0)
+    assert (stage.slices(), stage.node.view().book.leases, stage.locked()) == ({}, {}, None)
+    assert stage.files.names() == frozenset()
+    notes = [pod["metadata"]["annotations"] for pod in stage.api.pods.values()]
     assert {each[hami.BIND_PHASE] for each in notes} == {hami.SUCCESS}
     running.cancel()

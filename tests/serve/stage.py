@@ -30,7 +30,7 @@ def deliver(slices: Sequence[Slice]) -> Grant:
 
 
 @dataclass
-class Cluster:
+class Stage:
     api: FakeKubeApi
     client: KubeApi
     sysfs: StillSysfs
@@ -45,9 +45,7 @@ class Cluster:
     uids: int = 0
 
     @classmethod
-    async def of(
-        cls, *gpus: int, settings: HamiSettings | None = None, journal: MemoryJournal | None = None
-    ) -> Cluster:
+    async def of(cls, *gpus: int, settings: HamiSettings | None = None, journal: MemoryJournal | None = None) -> Stage:
         api = FakeKubeApi()
         api.add_node(HERE)
         client = KubeApi(Access(await api.start()), timeout_s=5, pause=_at_once)
@@ -61,7 +59,7 @@ class Cluster:
         gpus: Sequence[int],
         settings: HamiSettings | None,
         journal: MemoryJournal,
-    ) -> Cluster:
+    ) -> Stage:
         sysfs = StillSysfs(Inventory(tuple(a_gpu(i) for i in gpus), generation_id=1))
         files = MemoryFiles()
         node = Node(
@@ -69,7 +67,7 @@ class Cluster:
             journal,
             files,
             MemoryCdi(),
-            now_s=lambda: cluster.now_s,
+            now_s=lambda: stage.now_s,
             process_alive=lambda _: True,
             modes=StillModes(sysfs),
             pause=_at_once,
@@ -77,17 +75,17 @@ class Cluster:
         settings = settings or HamiSettings(HERE, gate="/usr/lib/amdvgpu/libamdvgpu.so")
 
         async def held() -> frozenset[tuple[str, str]]:
-            return frozenset(cluster.held)
+            return frozenset(stage.held)
 
-        watch = PodWatch(node, client, HERE, held=held, now_s=lambda: cluster.now_s)
+        watch = PodWatch(node, client, HERE, held=held, now_s=lambda: stage.now_s)
         side = HamiSide(
-            node, client, settings, watch, deliver, now_s=lambda: cluster.now_s, pause=_at_once, jitter=lambda: 0.0
+            node, client, settings, watch, deliver, now_s=lambda: stage.now_s, pause=_at_once, jitter=lambda: 0.0
         )
-        cluster = cls(api, client, sysfs, node, files, journal, watch, side)
+        stage = cls(api, client, sysfs, node, files, journal, watch, side)
         await node.start()
-        return cluster
+        return stage
 
-    async def restarted(self) -> Cluster:
+    async def restarted(self) -> Stage:
         """The daemon anew, over what is on disk and in the API."""
         return await self.around(self.api, self.client, (0, 1), None, self.journal)
 
@@ -171,6 +169,7 @@ def a_container(name: str, gpus: int = 1, restart: str = "", **limits: int) -> J
     wanted |= {f"amd.com/{key}": value for key, value in limits.items()}
     return {
         "name": name,
+        "image": "none",
         "resources": {"limits": {key: str(value) for key, value in wanted.items()}},
         **({"restartPolicy": restart} if restart else {}),
     }
