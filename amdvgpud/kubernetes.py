@@ -149,6 +149,7 @@ class _Hami:
                 tasks.create_task(self._side.run(), name="hami registration")
                 tasks.create_task(self._watch.run(), name="hami pods")
                 await self._side.known.wait()
+                await self._watch.listed.wait()
                 tasks.create_task(self._plugin.run(), name="hami device plugin")
         finally:
             await self._api.close()

@@ -16,7 +16,7 @@ import logging
 import random
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Final
 
@@ -28,7 +28,7 @@ from amdvgpud.core.model import GpuId, Holder, Request, Slice, SliceName
 from amdvgpud.core.modes import parse_target
 from amdvgpud.node import Node, NodeView
 from amdvgpud.serve.kubeapi import ClusterNode, KubeApi, Pod, PodContainer
-from amdvgpud.serve.pods import PodWatch, waiting_of
+from amdvgpud.serve.pods import PodWatch, strangers, waiting_of
 from amdvgpud.serve.resources import Device, Grant, GrantMount, numa_node_of
 
 log = logging.getLogger(__name__)
@@ -76,8 +76,10 @@ class HamiSide:
         self._node = node
         self._api = api
         self._settings = settings
+        self._pods = pods
         self._now_s = now_s
         self._pause = pause
+        self._strangers: frozenset[str] = frozenset()
         self._lock = NodeLock(api, settings.cluster_node, pause=pause, jitter=jitter)
         self._mode = Mode.CU
         self.known = asyncio.Event()
@@ -88,8 +90,11 @@ class HamiSide:
         self.resource = HamiResource(node, api, settings, pods, deliver, self._lock, self.offers)
 
     def offers(self, view: NodeView) -> tuple[Offer, ...]:
-        """What is offered now; what was and is gone stays, without health."""
+        """What is offered now; what was and is gone stays, without health, and so does what a stranger is on."""
         now = hami.offers(view.inventory, view.book, view.health, mode=self._mode, splits=self._settings.split_count)
+        if held := strangers(self._pods.pods, view.book.slices):
+            self._say(held)
+            now = tuple(replace(offer, health=False) if offer.id in held else offer for offer in now)
         self._offered = hami.with_missing(now, self._offered, view.inventory)
         return self._offered
 
@@ -136,6 +141,13 @@ class HamiSide:
         self._said = said
         await self._tell_health(view)
         await self._lock.release_if_stuck(cluster)
+
+    def _say(self, held: Mapping[str, Pod]) -> None:
+        for gpu in held.keys() - self._strangers:
+            log.warning(
+                "%s runs on %s and has no slice here: nothing of that GPU is given until it ends.", held[gpu], gpu
+            )
+        self._strangers = frozenset(held)
 
     def _registration(self, view: NodeView) -> str:
         return hami.format_registration(self.offers(view))
@@ -459,6 +471,9 @@ class HamiResource:
             for offer in self._offers(view)
             if (partition := view.inventory.partition(offer.partition))
         }
+        for gpu, pod in strangers(self._pods.pods, view.book.slices).items():
+            if gpu in {grant.id for grant in turn.grants}:
+                raise Conflict(f"{pod} runs on {gpu} and has no slice here, so nobody knows what of it is free")
         limits = {where: at.vram_limit_bytes for where, at in plan.capacities(view.book, view.inventory).items()}
         priority = turn.container.limit(hami.PRIORITY_RESOURCE) if turn.container else None
         return hami.requests(
@@ -568,14 +583,8 @@ def _slices_of(slices: Mapping[SliceName, Slice], uid: str, ordinal: int) -> lis
     return [item for name, item in sorted(slices.items()) if name == first or name.startswith(f"{first}.")]
 
 
-def _asking(pod: Pod) -> list[PodContainer]:
-    """The containers that ask for GPUs, in the order in which the kubelet allocates."""
-    every = (*(pod.spec.init_containers or ()), *(pod.spec.containers or ()))
-    return [container for container in every if container.limit(hami.COUNT_RESOURCE)]
-
-
 def _container(pod: Pod, ordinal: int) -> PodContainer | None:
-    asking = _asking(pod)
+    asking = [each for each in pod.every_container if each.limit(hami.COUNT_RESOURCE)]
     return asking[ordinal] if ordinal < len(asking) else None
 
 

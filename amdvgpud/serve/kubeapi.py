@@ -101,6 +101,11 @@ class Pod(msgspec.Struct, frozen=True):
         return self.metadata.annotations or {}
 
     @property
+    def every_container(self) -> tuple[PodContainer, ...]:
+        """Init containers first, which is the order in which the kubelet allocates."""
+        return (*(self.spec.init_containers or ()), *(self.spec.containers or ()))
+
+    @property
     def ended(self) -> bool:
         return self.status.phase in ("Succeeded", "Failed")
 

@@ -18,10 +18,10 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Final
 
 from amdvgpud.core import hami
-from amdvgpud.core.errors import AmdvgpuError, NotFound
+from amdvgpud.core.errors import AmdvgpuError, Invalid, NotFound
 from amdvgpud.core.model import SliceName
 from amdvgpud.node import Node
-from amdvgpud.serve.kubeapi import KubeApi, Listed, Pod
+from amdvgpud.serve.kubeapi import KubeApi, Listed, Pod, PodContainer
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +60,8 @@ class PodWatch:
         self._said: set[str] = set()
         self._changed = asyncio.Event()
         self.pods: dict[str, Pod] = {}
+        self.listed = asyncio.Event()
+        """Set when :attr:`pods` has been filled for the first time."""
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -71,6 +73,7 @@ class PodWatch:
         async for change in self._api.watch_pods(self._cluster_node):
             if isinstance(change, Listed):
                 self.pods = {pod.metadata.uid: pod for pod in change.pods}
+                self.listed.set()
             elif change.deleted:
                 self.pods.pop(change.pod.metadata.uid, None)
             else:
@@ -145,6 +148,27 @@ class PodWatch:
 
 def _is_over(pod: Pod | None) -> bool:
     return pod is None or pod.ended
+
+
+def strangers(pods: Mapping[str, Pod], slices: Iterable[SliceName]) -> dict[str, Pod]:
+    """By the id of a GPU: a pod that runs on it, has it by the scheduler's word, and has no slice here.
+
+    It was served before this Book was begun (by HAMi's own plugin, or by a daemon whose state was lost). What it has of
+    the GPU nobody here knows, so nothing of it can be promised. New pods cannot pretend: they run only once served.
+    """
+    ours = {hami.pod_uid(name) for name in slices}
+    found: dict[str, Pod] = {}
+    for uid, pod in pods.items():
+        if pod.status.phase != "Running" or uid in ours or not any(map(_asks, pod.every_container)):
+            continue
+        with contextlib.suppress(Invalid):
+            for grants in hami.parse_allocation(pod.annotations.get(hami.ALLOCATED, "")):
+                found |= {grant.id: pod for grant in grants}
+    return found
+
+
+def _asks(container: PodContainer) -> bool:
+    return bool(container.limit(hami.COUNT_RESOURCE))
 
 
 def waiting_of(pods: Mapping[str, Pod], cluster_node: str) -> list[Pod]:

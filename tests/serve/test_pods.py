@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator
 import pytest
 
 from amdvgpud.core import hami
-from amdvgpud.core.errors import HostFailure
+from amdvgpud.core.errors import Conflict, HostFailure
 from amdvgpud.core.model import Compute, ComputePolicy, Request, SliceName
 from amdvgpud.serve.pods import SAID_S
 from tests.serve.fake_kubeapi import Json, failing
-from tests.serve.stage import GPU, HERE, Stage, slice_of
+from tests.serve.stage import GPU, HERE, OTHER, Stage, a_container, slice_of
 
 QUARTER = f"{GPU},T,16384,76:;"
 
@@ -143,6 +143,26 @@ async def test_a_daemon_that_starts_again_finds_what_ended_meanwhile_and_keeps_t
     assert await after.watch.release_ended(0) == 1
     assert set(after.slices()) == {slice_of(rest)}
     running.cancel()
+
+
+async def test_of_a_gpu_with_a_pod_that_was_served_before_this_book_nothing_is_given(stage: Stage) -> None:
+    stage.scheduled("old", allocation=QUARTER)
+    stage.api.change_pod("default", "old", {"status": {"phase": "Running"}})
+    stage.scheduled(
+        "without", a_container("main", 0), allocation=f"{OTHER},T,1,1:;"
+    )  # asks for nothing: says what it likes
+    stage.api.change_pod("default", "without", {"status": {"phase": "Running"}})
+    await seen(stage)
+    await stage.side.keep()
+    text = stage.api.annotations("node", HERE)[hami.REGISTRATION]
+    assert ["health" in gpu for gpu in hami.parse_registration(text)] == [False, True]
+    stage.pod("new", allocation=QUARTER)
+    with pytest.raises(Conflict, match=f"default/old runs on {GPU} and has no slice here"):
+        await stage.side.resource.allocate([f"{GPU}#0"])
+    end(stage, "deleted", "old")
+    await seen(stage)
+    await served(stage, "newer")
+    assert len(stage.slices()) == 1
 
 
 async def test_two_hundred_pods_come_and_go_and_nothing_is_left(stage: Stage) -> None:
