@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from amdvgpud import __version__
+from amdvgpud.containers import Containers, ImagePolicy
 from amdvgpud.core import watchdog
 from amdvgpud.core.errors import AmdvgpuError, HostFailure, Invalid, NotFound
 from amdvgpud.core.health import Policy, wedged
@@ -28,9 +29,21 @@ from amdvgpud.core.model import Inventory, SliceName
 from amdvgpud.core.modes import parse_targets
 from amdvgpud.guard import Guard, Leftovers
 from amdvgpud.host import amdsmi
-from amdvgpud.host.cdi import CdiFile, SimulatedDevices
+from amdvgpud.host.cdi import (
+    GATE_IN_CONTAINER,
+    CdiFile,
+    HookCall,
+    SimulatedDevices,
+    parse_spec,
+    proven,
+    replace_file,
+    without_hooks,
+)
 from amdvgpud.host.cdi_partitions import WithPartitions
+from amdvgpud.host.cgroup import DmemCaps, TreeFiles
+from amdvgpud.host.containers import ContainerRecord, ProcContainers
 from amdvgpud.host.health import StandingsFile, SysfsHealth
+from amdvgpud.host.image import Images
 from amdvgpud.host.kfd import KernelFigures
 from amdvgpud.host.ledger import LedgerFiles
 from amdvgpud.host.partition import PartitionFiles
@@ -45,6 +58,7 @@ from amdvgpud.node import Node
 from amdvgpud.serve.endpoints import Process
 from amdvgpud.serve.kubeapi import read_access
 from amdvgpud.serve.metrics import CountedCdi, Metrics
+from amdvgpud.serve.reports import ReportSocket
 from amdvgpud.serve.rest import Api, ApiSettings
 from amdvgpud.settings import SETTINGS, Settings, read_settings, shown
 from amdvgpud.sim.driver import SimulatedDriver
@@ -57,6 +71,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+INSTALLED_HOOK: Final = Path("/usr/lib/amdvgpu/amdvgpu-hook")
+"""What container runtimes run; on the host, so that a daemon in a container names the host's."""
+
 INSTALLED_LIBRARY: Final = Path("/usr/lib/amdvgpu/libamdvgpu.so")
 """Where the packages put the gate; replaced there by rename on an upgrade, so running programs keep theirs."""
 
@@ -66,6 +83,12 @@ RELOADED: Final = frozenset(
 )
 """Settings that a reload puts in force; the others are said to wait for a restart."""
 
+
+REPORTS: Final = "report.sock"
+"""Below run_dir; the hook's own default has run_dir's."""
+
+WAIT_FOR_CAP_MS: Final = 300
+"""How long a container's start may wait for the kernel's cap, where there is one: 200 ms more than for a report."""
 
 SWITCH_ALLOWANCE_S: Final = 30
 """What the start may take longer for each GPU that the configuration may have cut anew; guessed, generously."""
@@ -106,6 +129,8 @@ class Parts:
     files: LedgerFiles
     figures: KernelFigures
     left: Leftovers
+    containers: Containers
+    reports: ReportSocket
 
 
 def assemble(settings: Settings) -> Parts:
@@ -124,6 +149,7 @@ def assemble(settings: Settings) -> Parts:
             log.info("Simulated machine %s written to %s.", settings.simulate, root)
         simulated = SimulatedDevices(root, _packaged("libsoftkfd.so"))
     gate = _gate(settings)
+    caps = DmemCaps(TreeFiles(), delegate=settings.dmem_delegate) if settings.dmem_enabled else None
     sysfs = (CheckedSysfs if settings.amdsmi else SysfsReader)(root)
     metrics = Metrics(
         sysfs,
@@ -142,6 +168,7 @@ def assemble(settings: Settings) -> Parts:
         kind=settings.cdi_kind,
         card_nodes=settings.cdi_card_nodes,
         version_limit=settings.cdi_version_limit or None,
+        hook=_hook(settings, caps),
     )
     whole = WithPartitions(
         cdi,
@@ -202,7 +229,23 @@ def assemble(settings: Settings) -> Parts:
         files,
         figures,
         left,
+        *_containers(settings, node, caps),
     )
+
+
+def _containers(settings: Settings, node: Node, caps: DmemCaps | None) -> tuple[Containers, ReportSocket]:
+    processes = ProcContainers(settings.run_dir / "slices")
+    containers = Containers(
+        node,
+        processes,
+        ContainerRecord(settings.run_dir / "containers.json"),
+        Images(GATE_IN_CONTAINER),
+        caps,
+        policy=ImagePolicy(settings.images_policy),
+        allowance_bytes=settings.dmem_allowance_bytes,
+        now_s=time.time,
+    )
+    return containers, ReportSocket(settings.run_dir / REPORTS, containers, processes.pid_of, now_s=time.monotonic)
 
 
 def _health_policy(settings: Settings) -> Policy:
@@ -287,6 +330,19 @@ def _gate(settings: Settings) -> Path:
     return found
 
 
+def _hook(settings: Settings, caps: DmemCaps | None) -> HookCall | None:
+    """The hook as runtimes are to run it. One that is not installed is no fault: nothing depends on it but speed."""
+    if not settings.hook_enabled:
+        return None
+    program = next((p for p in (INSTALLED_HOOK, _packaged("amdvgpu-hook")) if p.is_file()), INSTALLED_HOOK)
+    arguments: list[str] = []
+    if (socket_path := settings.run_dir / REPORTS) != Path("/run/amdvgpud") / REPORTS:
+        arguments += ["--socket", str(socket_path)]
+    if caps is not None and caps.lack() is None:
+        arguments += ["--wait", str(WAIT_FOR_CAP_MS)]
+    return HookCall(program, (*arguments, *(["--require"] if settings.hook_required else [])))
+
+
 def _packaged(name: str) -> Path:
     from amdvgpud import _abi  # the compiled module marks where this program's own libraries lie
 
@@ -339,6 +395,7 @@ class Daemon:
             self._supervisor.notify(f"EXTEND_TIMEOUT_USEC={allowed_s * 1_000_000}", "STATUS=Partitioning GPUs")
             await node.apply_targets(targets)
         await self._pulse()  # and nobody is given anything of a GPU that is not well
+        await self._parts.containers.start()
         api = self._api()
         # What the start has made lives as long as the daemon. The collector would walk it again and again in the midst
         # of requests, tens of milliseconds at a time.
@@ -363,6 +420,8 @@ class Daemon:
                     task.cancel()
         finally:
             self._owners.close()
+            await self._parts.reports.close()
+            self._parts.containers.close()
             await api.close()
 
     def stop(self) -> None:
@@ -422,11 +481,14 @@ class Daemon:
             await api.serve_unix()
         if self._settings.rest_tcp is not None:
             await api.serve_tcp()
+        if self._settings.hook_enabled:
+            self._parts.reports.open()
 
     async def _tick(self) -> None:
         while True:
             node = self._parts.node
             try:
+                await self._parts.containers.look()
                 await node.tick()
                 await self._parts.metrics.sample(node.view().inventory)
                 await self._owners.follow(node.view().usage)
@@ -455,6 +517,13 @@ class Daemon:
         while True:
             await asyncio.sleep(self._settings.rescan_s)
             await self._look_again()
+            await self._find_containers()
+
+    async def _find_containers(self) -> None:
+        try:
+            await self._parts.containers.find()
+        except (AmdvgpuError, OSError) as error:
+            log.warning("A look for containers failed, the next one is due in %g s: %s", self._settings.rescan_s, error)
 
     async def _watch(self, tasks: asyncio.TaskGroup) -> None:
         """Events are a convenience: where they cannot be heard, the periodic scan still finds what changes."""
@@ -680,6 +749,27 @@ def cdi_refresh(read: Callable[[], Settings], oneshot: bool) -> None:
         click.echo(f"{status.path}: {'written' if status.written else 'no slice, so no file'}")
 
     asyncio.run(refresh())
+
+
+@cdi.command("drop-hooks")
+@click.pass_obj
+def cdi_drop_hooks(read: Callable[[], Settings]) -> None:
+    """Take amdvgpu-hook out of the CDI file, as must be done before the program is removed.
+
+    A runtime fails each start whose hook is missing. For removals of the package, after the daemon has been stopped:
+    one that runs leaves the hook out by itself when it has gone, but only at its next look.
+    """
+    settings = read()
+    path = CdiFile(settings.cdi_dir, run_dir=settings.run_dir, library=INSTALLED_LIBRARY, kind=settings.cdi_kind).path
+    try:
+        spec = parse_spec(path.read_bytes())
+        replace_file(path, proven(without_hooks(spec)))
+    except FileNotFoundError:
+        click.echo(f"{path}: no slice, so no file")
+        return
+    except OSError as error:
+        raise HostFailure(f"{path}: the hooks are still in it: {error}") from error
+    click.echo(f"{path}: names no hook")
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ from typing import Final, TypeVar
 
 from amdvgpud.core import identify, modes
 from amdvgpud.core import plan as planner
+from amdvgpud.core.containers import Container
 from amdvgpud.core.cumask import layout_hash
 from amdvgpud.core.errors import AmdvgpuError, Conflict, HostFailure, Invalid, Lingering, NoRoom, NotFound, Stale
 from amdvgpud.core.health import Condition, Health, effective
@@ -110,6 +111,8 @@ class NodeView:
     ready: bool
     warnings: tuple[str, ...] = ()
     """What an operator should look at: of the scan, of promises that cannot be kept, of the machine, of the files."""
+    containers: Mapping[SliceName, Sequence[Container]] = field(default_factory=dict)
+    """Which have the slice."""
     health: Mapping[GpuId, Health] = field(default_factory=dict)
     """What holds of each GPU that is there and was looked at, or that a person has given his word on."""
     health_found: Mapping[GpuId, Health] = field(default_factory=dict)
@@ -177,6 +180,7 @@ class Node:
         """What was found of each GPU; ``_health`` is what holds, with what people have said."""
         self._health: dict[GpuId, Health] = {}
         self._health_changes: Counter[tuple[GpuId, str]] = Counter()
+        self._containers: dict[SliceName, tuple[Container, ...]] = {}
         self._ready = False
         self._events: deque[Event] = deque(maxlen=EVENT_RING)
         self._last_event_id = 0
@@ -204,6 +208,7 @@ class Node:
                 *self._files.warnings,
                 *self._unfit_warnings(),
             ),
+            containers={name: c for name, c in self._containers.items() if name in self._book.slices},
             health={gpu.id: self._health[gpu.id] for gpu in self._inventory.gpus if gpu.id in self._health},
             health_found={gpu.id: self._found[gpu.id] for gpu in self._inventory.gpus if gpu.id in self._found},
             health_changes=dict(self._health_changes),
@@ -297,11 +302,15 @@ class Node:
         request: Request | None = None,
         ttl_s: float | None = None,
         owner_uid: int = 0,
+        container: bool = False,
     ) -> Lease:
-        """Exactly one of ``slice`` (``Conflict`` if it is held or lost) and ``request`` (an ephemeral slice)."""
+        """Exactly one of ``slice`` (``Conflict`` if it is held or lost) and ``request`` (an ephemeral slice).
+
+        ``container``: it ends with the last container that has the slice, once there was one (:meth:`set_containers`).
+        """
         if (slice is None) == (request is None):
             raise Invalid("a lease is either on an existing slice or on a requested one: name exactly one of the two")
-        return await self._change(self._grant_lease(holder, slice, request, ttl_s, owner_uid))
+        return await self._change(self._grant_lease(holder, slice, request, ttl_s, owner_uid, container))
 
     async def renew_lease(self, lease_id: LeaseId, ttl_s: float | None) -> Lease:
         """The lease now ends ``ttl_s`` from now (None: not by time)."""
@@ -316,6 +325,11 @@ class Node:
     async def set_cordoned(self, gpu: GpuId, cordoned: bool) -> None:
         """A cordoned GPU takes no new slice; what is on it stays."""
         await self._change(self._set_cordoned(gpu, cordoned))
+
+    async def set_containers(self, containers: Mapping[SliceName, tuple[Container, ...]]) -> None:
+        """Who has which slice, whole. A lease for a container is bound to the first one, then to one of the others,
+        and ends with the last."""
+        await self._change(self._set_containers(containers))
 
     async def set_health(self, verdicts: Mapping[GpuId, Health]) -> None:
         """The standing verdicts, whole. A GPU that is not placeable takes no new slice; each change is an event."""
@@ -436,7 +450,13 @@ class Node:
         self._tell("slice.deleted", name, "deleted by force" if force else "deleted")
 
     async def _grant_lease(
-        self, holder: Holder, slice: SliceName | None, request: Request | None, ttl_s: float | None, owner_uid: int
+        self,
+        holder: Holder,
+        slice: SliceName | None,
+        request: Request | None,
+        ttl_s: float | None,
+        owner_uid: int,
+        container: bool,
     ) -> Lease:
         now_s = self._now_s()
         if request is not None:
@@ -464,7 +484,10 @@ class Node:
             now_s,
             None if ttl_s is None else now_s + ttl_s,
             ephemeral=request is not None,
+            container=container,
         )
+        if container:
+            lease = _bound(lease, self._containers.get(item.name, ()))
         await self._become(book.with_lease(lease))
         self._tell("lease.granted", lease.id, f"slice {item.name} is held by {holder.text or 'somebody'}")
         return lease
@@ -496,6 +519,8 @@ class Node:
         for lease in list(self._book.leases.values()):
             if lease.expires_s is not None and lease.expires_s <= now_s:
                 kind, why = "lease.expired", "its time is over"
+            elif lease.container and self._containers.get(lease.slice):
+                continue  # another container may have the slice still: set_containers is told
             elif not self._process_alive(lease.holder):
                 kind, why = "lease.holder-ended", f"process {lease.holder.pid} has ended"
             else:
@@ -508,6 +533,25 @@ class Node:
                 log.warning(
                     "%s: the lease is over but could not be ended, the next tick tries again: %s", lease.id, error
                 )
+
+    async def _set_containers(self, containers: Mapping[SliceName, tuple[Container, ...]]) -> None:
+        before, self._containers = self._containers, dict(containers)
+        was = {(c.slice, c.id): c for group in before.values() for c in group}
+        now = {(c.slice, c.id): c for group in containers.values() for c in group}
+        for (name, identity), container in now.items():
+            if (name, identity) not in was:
+                self._tell("container.started", name, f"container {identity[:12]} has it (pid {container.pid})")
+        for name, identity in was.keys() - now.keys():
+            self._tell("container.ended", name, f"container {identity[:12]} has ended")
+        for lease in list(self._book.leases.values()):
+            if not lease.container:
+                continue
+            bound = _bound(lease, containers.get(lease.slice, ()))
+            if bound.holder.pid is None and lease.holder.pid is not None:
+                await self._release_lease(lease.id, "lease.container-ended", "its last container has ended")
+            elif bound != lease:
+                await self._become(self._book.with_lease(bound))
+                self._tell("lease.bound", lease.id, f"it lasts as long as process {bound.holder.pid} of its container")
 
     async def _set_cordoned(self, gpu: GpuId, cordoned: bool) -> None:
         self._gpu(gpu)
@@ -771,6 +815,10 @@ class Node:
     async def _refuse_if_used(self, item: Slice, verb: str) -> None:
         if (lease := self._book.lease_of(item.name)) is not None:
             raise Conflict(f"slice {item.name} cannot be {verb}: lease {lease.id} ({lease.holder.text}) holds it")
+        there = self._containers.get(item.name, ())
+        if containers := [c for c in there if self._process_alive(Holder("", c.pid, c.start_ticks))]:
+            named_ones = ", ".join(f"{c.id[:12] or '?'} (pid {c.pid})" for c in containers[:8])
+            raise Conflict(f"slice {item.name} cannot be {verb}: container {named_ones} has it")
         await asyncio.to_thread(self._reclaim, [item.name])  # what has just ended must not count until the next tick
         try:
             usage = await asyncio.to_thread(self._files.usage, item.name)
@@ -961,6 +1009,14 @@ class Node:
 
 def _gpu_of(partition: PartitionId) -> GpuId:
     return GpuId(partition.rpartition("/")[0])
+
+
+def _bound(lease: Lease, containers: Sequence[Container]) -> Lease:
+    """``lease`` with the process of one of ``containers``: the one that it has already, if it is among them."""
+    if any((c.pid, c.start_ticks) == (lease.holder.pid, lease.holder.start_ticks) for c in containers):
+        return lease
+    pid, ticks = (containers[0].pid, containers[0].start_ticks) if containers else (None, None)
+    return replace(lease, holder=replace(lease.holder, pid=pid, start_ticks=ticks))
 
 
 def _changed(before: Book, after: Book) -> list[SliceName]:

@@ -158,6 +158,12 @@ def _listening(value: object, key: str) -> Literal["auto", "on", "off"]:
     raise Invalid.field(key, f"{value!r} is none of auto, on and off")
 
 
+def _image_policy(value: object, key: str) -> str:
+    if value not in ("show", "dmem", "refuse"):
+        raise Invalid.field(key, f"{value!r} is no policy: show, dmem or refuse")
+    return str(value)
+
+
 def _log_level(value: object, key: str) -> str:
     if value not in ("debug", "info", "warning", "error"):
         raise Invalid.field(key, f"{value!r} is no log level: debug, info, warning or error")
@@ -206,6 +212,7 @@ FORMS: Final[Mapping[str, str]] = {
     "MODE": "a file mode as a text of octal digits, as in '0660'",
     "ADDRESS": "host:port, as in '127.0.0.1:9841' or '[::1]:9841'; empty: none",
     "LEVEL": "debug, info, warning or error",
+    "POLICY": "show, dmem or refuse",
     "LIST": "in TOML a list of texts; in the environment and on the command line texts with commas between them",
 }
 _FORM_OF: Final[Mapping[Parse, str]] = {
@@ -223,6 +230,7 @@ _FORM_OF: Final[Mapping[Parse, str]] = {
     _log_level: "LEVEL",
     _whole_number: "NUMBER",
     _profiles: "PROFILES",
+    _image_policy: "POLICY",
 }
 
 
@@ -349,6 +357,38 @@ class Settings:
         "/etc/amdvgpud/token",
         _path,
         "File with the token that allows changes over TCP, if it exists.",
+    )
+    hook_enabled: bool = _setting(
+        "hook.enabled",
+        True,
+        _flag,
+        "Name amdvgpu-hook in the CDI file: runtimes then tell the daemon which container has got a slice.",
+    )
+    hook_required: bool = _setting(
+        "hook.required",
+        False,
+        _flag,
+        "Let no container with a slice start that the daemon was not told of, also while the daemon is away.",
+    )
+    images_policy: str = _setting(
+        "images.policy",
+        "show",
+        _image_policy,
+        "What becomes of a container that the gate cannot get into: 'show' it, let it start only under the kernel's "
+        "cap ('dmem'), or 'refuse' it.",
+    )
+    dmem_enabled: bool = _setting(
+        "dmem.enabled", True, _flag, "Let the kernel cap the VRAM of containers, where it has the dmem controller."
+    )
+    dmem_delegate: bool = _setting(
+        "dmem.delegate", True, _flag, "Switch the dmem controller on in the cgroups above a container's."
+    )
+    dmem_allowance_bytes: int = _setting(
+        "dmem.allowance",
+        "64MiB",
+        _size,
+        "What the kernel's cap has above a container's quotas on each GPU: page tables and the like, which the gate "
+        "does not count.",
     )
     metrics_compat: tuple[str, ...] = _setting(
         "metrics.compat", [], _choices(("hami",)), "Also export metrics under these products' names."

@@ -95,11 +95,12 @@ def _make_environment(into: Path) -> None:
 
 
 def _place_libraries(into: Path, site: Path) -> None:
-    """The gate and the simulated KFD, out of the environment: containers get them from here, whatever the Python."""
+    """The gate, the simulated KFD and the hook, out of the environment: containers and runtimes get them from here,
+    whatever the Python."""
     (into / GATE_HOME).mkdir(parents=True)
-    for name in ("libamdvgpu.so", "libsoftkfd.so", "amdvgpu-ledger"):
+    for name in ("libamdvgpu.so", "libsoftkfd.so", "amdvgpu-ledger", "amdvgpu-hook"):
         _move_out(into, site, name)
-        (into / GATE_HOME / name).chmod(0o755 if name == "amdvgpu-ledger" else 0o644)
+        (into / GATE_HOME / name).chmod(0o644 if name.endswith(".so") else 0o755)
     (into / "usr/bin/amdvgpu-ledger").symlink_to("../lib/amdvgpu/amdvgpu-ledger")
     if (site / "amdvgpud/lib32").is_dir():  # x86-64: an empty library that stands for both in 32-bit programs
         _move_out(into, site, "lib32")

@@ -379,6 +379,8 @@ class Lease:
     expires_s: float | None
     ephemeral: bool
     """The slice was made for this lease and goes with it."""
+    container: bool = False
+    """It lasts as long as the container that takes the slice: the holder gets that one's first process."""
 
 
 @dataclass(frozen=True, slots=True)

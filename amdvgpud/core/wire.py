@@ -70,6 +70,7 @@ class LeaseSpec(Struct, forbid_unknown_fields=True, kw_only=True):
     """A lease on an existing slice (`slice`), or on one made for it (`request`): exactly one of the two.
 
     `pid` names the holder's process: the lease ends with it. `ttl_s` ends it after so many seconds unless renewed.
+    `bind: container`: it ends with the last container that has the slice, once there was one.
     """
 
     slice: str | None = None
@@ -77,6 +78,7 @@ class LeaseSpec(Struct, forbid_unknown_fields=True, kw_only=True):
     holder: Annotated[str, Meta(max_length=256)] = ""
     pid: Annotated[int, Meta(ge=1)] | None = None
     ttl_s: Annotated[float, Meta(gt=0, le=31_536_000)] | None = None
+    bind: Literal["holder", "container"] = "holder"
 
 
 class LeaseRenewal(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -294,13 +296,33 @@ class ShareView(Struct, kw_only=True):
 SliceState = Literal["free", "held", "running", "lost"]
 
 
+class ContainerView(Struct, kw_only=True):
+    """A container that has the slice. `cap`: why the kernel does not cap its VRAM; empty: it does; null: not tried."""
+
+    id: str
+    pid: int
+    pod: str | None
+    since_s: float
+    reported: Annotated[bool, Meta(description="by the runtime's hook, when it started; else found later")]
+    gate: Annotated[Literal["yes", "no", "unknown"], Meta(description="whether the gate gets into its first program")]
+    gate_reason: str
+    cap: str | None
+
+
 class SliceView(Struct, kw_only=True):
-    """`state`: lost when a GPU of it is gone, running when its ledger has a live process, held when leased."""
+    """`state`: lost when a GPU of it is gone, running when its ledger has a live process or a container has it, held
+    when leased."""
 
     name: str
     state: SliceState
     lost_reason: str | None
-    enforced_by: Annotated[str, Meta(description="what holds the limits: 'gate', or 'none' for a whole unmasked GPU")]
+    enforced_by: Annotated[
+        str,
+        Meta(
+            description="what holds the limits: 'gate'; 'gate+dmem' where the kernel caps the VRAM too; 'dmem' or "
+            "'none' where the gate cannot be in the containers that have it; 'none' for a whole unmasked GPU, too"
+        ),
+    ]
     gate_seen: Annotated[
         bool,
         Meta(description="a process of the slice has used the ledger: its gate was loaded. False says nothing yet"),
@@ -318,6 +340,7 @@ class SliceView(Struct, kw_only=True):
     oversubscribe: bool = False
     unmanaged_processes: int | None = None
     """Processes of the slice that have its GPUs open and no slot in its ledger: their gate is not loaded."""
+    containers: list[ContainerView] = msgspec.field(default_factory=list)
 
 
 class SliceList(Struct, kw_only=True):
@@ -348,6 +371,7 @@ class LeaseView(Struct, kw_only=True):
     """What a process in the slice should find in its environment."""
     preload: list[str] = msgspec.field(default_factory=list)
     """Libraries to load into it, in this order, as paths on this machine; empty: the gate where it is installed."""
+    bind: Literal["holder", "container"] = "holder"
 
 
 class LeaseList(Struct, kw_only=True):

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from amdvgpud.core.image import HEAD_BYTES, loader_of, same_architecture, script_words
 from amdvgpud.core.render import PLATFORM_FOLDER, STAND_IN_FOLDER, preload_line
 
 GUEST_ROOT: Final = Path("/run/amdvgpu")
@@ -258,10 +259,9 @@ def _reach(path: Path, search_path: str | None, depth: int = 4) -> tuple[bool, s
             return _reach(interpreter, search_path, depth - 1) if interpreter else (False, None)
         if head[:4] != b"\x7fELF":
             return False, None
-        own = _head_of(Path("/proc/self/exe"))
-        if (head[4], head[18:20]) != (own[4], own[18:20]):
+        if not same_architecture(head, _head_of(Path("/proc/self/exe"))):
             return False, f"{path} is a program for another architecture than the gate"
-        loader = _loader_of(head)
+        loader = loader_of(head)
     except (OSError, struct.error):
         return False, None
     if loader is None:
@@ -271,27 +271,10 @@ def _reach(path: Path, search_path: str | None, depth: int = 4) -> tuple[bool, s
 
 def _head_of(path: Path) -> bytes:
     with path.open("rb") as file:
-        return file.read(65536)  # linkers put the program headers and the loader's name into the first page
+        return file.read(HEAD_BYTES)
 
 
 def _interpreter_of(script: bytes, search_path: str | None) -> Path | None:
-    words = [os.fsdecode(w) for w in script[2:].split(b"\n", 1)[0].split()]
-    if words and Path(words[0]).name == "env":
-        words = [w for w in words[1:] if not w.startswith("-") and "=" not in w]
+    words = script_words(script)
     found = shutil.which(words[0], path=search_path) if words else None
     return Path(found) if found else None
-
-
-def _loader_of(head: bytes) -> str | None:
-    """The PT_INTERP of an ELF program (elf(5)); None: it has none."""
-    wide = head[4] == 2
-    order = "<" if head[5] == 1 else ">"
-    (table,) = struct.unpack_from(order + ("Q" if wide else "I"), head, 32 if wide else 28)
-    size, count = struct.unpack_from(order + "HH", head, 54 if wide else 42)
-    for at in range(table, table + size * count, size or 1):
-        if struct.unpack_from(order + "I", head, at) == (3,):
-            word = "Q" if wide else "I"
-            (offset,) = struct.unpack_from(order + word, head, at + (8 if wide else 4))
-            (length,) = struct.unpack_from(order + word, head, at + (32 if wide else 16))
-            return os.fsdecode(head[offset : offset + length].rstrip(b"\0"))
-    return None

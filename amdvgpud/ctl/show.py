@@ -290,6 +290,21 @@ def slice(item: wire.SliceView, usage: wire.UsageView | None = None, processes: 
     )
     print()
     shares(item.shares)
+    if item.containers:
+        print()
+        print_table(
+            _columns("CONTAINER PID> POD GATE KERNEL-CAP"),
+            [
+                [
+                    container.id[:12] or "?",
+                    str(container.pid),
+                    _maybe(container.pod),
+                    container.gate + (f": {container.gate_reason}" if container.gate_reason else ""),
+                    "yes" if container.cap == "" else f"no: {container.cap}" if container.cap else "-",
+                ]
+                for container in item.containers
+            ],
+        )
     if usage is not None:
         print()
         rows = [

@@ -18,7 +18,7 @@ import re
 import stat
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -122,7 +122,7 @@ class Mount:
 
 @dataclass(frozen=True, slots=True)
 class Hook:
-    """A program of the host that the runtime runs at a step of a container's life. We render none; we read them."""
+    """A program of the host that the runtime runs at a step of a container's life."""
 
     hook_name: str
     path: str
@@ -516,6 +516,39 @@ class SimulatedDevices:
     softkfd: Path
 
 
+HOOK_TIMEOUT_S: Final = 2
+"""After this the runtime itself ends a hook, and fails the start. The hook gives up long before, and lets it go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class HookCall:
+    """The program that tells the daemon of containers (cdi/hook), and what it is told besides step and slice."""
+
+    program: Path
+    arguments: tuple[str, ...] = ()
+
+    def there(self) -> bool:
+        """A runtime fails each start whose hook is missing, so it is named only while it is there."""
+        return os.access(self.program, os.X_OK) and self.program.is_file()
+
+    def hooks(self, name: str) -> tuple[Hook, ...]:
+        # createRuntime, not prestart: that one is deprecated. Not createContainer, which knows no pid (seen).
+        return tuple(
+            Hook(step, str(self.program), (self.program.name, word, name, *self.arguments), timeout=HOOK_TIMEOUT_S)
+            for step, word in (("createRuntime", "start"), ("poststop", "stop"))
+        )
+
+
+def without_hooks(spec: Spec) -> Spec:
+    """``spec`` as it is when there is no program to run: what a removal of the package leaves behind must not fail."""
+
+    def bare(edits: Edits) -> Edits:
+        return replace(edits, hooks=())
+
+    devices = tuple(replace(device, edits=bare(device.edits)) for device in spec.devices)
+    return replace(spec, devices=devices, edits=bare(spec.edits))
+
+
 _SLICES_OPTIONS: Final = ("ro", "nosuid", "nodev", "noexec", "mode=755", "size=64k")
 _GUEST_OPTIONS: Final = ("ro", "nosuid", "nodev", "noexec", "bind")
 _LEDGER_OPTIONS: Final = ("rw", "nosuid", "nodev", "noexec", "bind")
@@ -531,7 +564,8 @@ class CdiFile:
     ``run_dir`` is where the slices' directories lie (``slices/<name>/guest``); ``library`` the gate on this host;
     ``sysfs_root`` where device nodes are looked for. ``simulated`` changes the rendering to plain files bind-mounted
     at the device paths. ``card_nodes`` adds the DRM primary node of each partition (wanted by a few display programs,
-    by ROCm never). ``version_limit`` is the newest CDI version an operator allows in the file.
+    by ROCm never). ``version_limit`` is the newest CDI version an operator allows in the file. ``hook`` is named in it
+    for as long as its program is there.
 
     ``Invalid`` at construction for a kind that a runtime would choke on and for a limit below what slices need, so that
     a bad setting stops the start and never breaks a file.
@@ -549,6 +583,7 @@ class CdiFile:
         card_nodes: bool = False,
         version_limit: str | None = None,
         standard_dirs: Sequence[Path] = STANDARD_DIRS,
+        hook: HookCall | None = None,
     ) -> None:
         check_kind(kind)
         vendor, _, klass = kind.partition("/")
@@ -583,8 +618,9 @@ class CdiFile:
         self._simulated = simulated
         self._card_nodes = card_nodes
         self._standard_dirs = tuple(standard_dirs)
+        self._hook = hook
         self._status = CdiStatus(str(self.path), written=self.path.exists(), error=None, conflicts=())
-        self._rendered: dict[str, tuple[Slice, Inventory, Device]] = {}
+        self._rendered: dict[str, tuple[Slice, Inventory, HookCall | None, Device]] = {}
         """Devices as of the last :meth:`publish`: of hundreds, a change of one slice changes one."""
 
     # ------------------------------------------------------------------------------------------------ CdiSpecs
@@ -598,7 +634,8 @@ class CdiFile:
         error = None
         written = False
         try:
-            devices, edits = self._devices(slices, inventory), self._common()
+            hook = self._live_hook()
+            devices, edits = self._devices(slices, inventory, hook), self._common()
             if devices:
                 spec = Spec(minimum_version(self._kind, devices, edits), self._kind, devices, edits)
                 data = proven(spec)
@@ -606,7 +643,7 @@ class CdiFile:
                 replace_file(self.path, data)
                 written = True
                 items = {item.name: item for item in slices}
-                self._rendered = {d.name: (items[SliceName(d.name)], inventory, d) for d in devices}
+                self._rendered = {d.name: (items[SliceName(d.name)], inventory, hook, d) for d in devices}
             else:
                 remove_file(self.path)  # readers refuse an empty list of devices
         except (AmdvgpuError, OSError) as failure:
@@ -618,7 +655,7 @@ class CdiFile:
 
     def render(self, slices: Sequence[Slice], inventory: Inventory) -> dict[str, object]:
         """The document that :meth:`publish` would write; nothing is written (``devices`` may be empty here)."""
-        devices, edits = self._devices(slices, inventory), self._common()
+        devices, edits = self._devices(slices, inventory, self._live_hook()), self._common()
         return document(minimum_version(self._kind, devices, edits), self._kind, devices, edits)
 
     def status(self) -> CdiStatus:
@@ -627,20 +664,26 @@ class CdiFile:
 
     # ----------------------------------------------------------------------------------------------- rendering
 
-    def _devices(self, slices: Iterable[Slice], inventory: Inventory) -> tuple[Device, ...]:
+    def _live_hook(self) -> HookCall | None:
+        return self._hook if self._hook is not None and self._hook.there() else None
+
+    def _devices(self, slices: Iterable[Slice], inventory: Inventory, hook: HookCall | None) -> tuple[Device, ...]:
         """One device a live slice, by name. Lost ones are left out: a name that cannot be resolved is a clear error
         at container start, a mask cut for another layout is somebody else's silicon."""
         devices = []
         for item in slices:
-            before, on, device = self._rendered.get(item.name, (None, None, None))
+            before, on, by, device = self._rendered.get(item.name, (None, None, None, None))
             # The very same objects: comparing them would cost as much as rendering. Card nodes are looked up on disk.
-            if device is not None and before is item and on is inventory and not self._card_nodes:
+            same = before is item and on is inventory and by is hook
+            if device is not None and same and not self._card_nodes:
                 devices.append(device)
             elif places := _live_partitions(item, inventory):
-                devices.append(self._device(item, places, inventory))
+                devices.append(self._device(item, places, inventory, hook))
         return tuple(sorted(devices, key=lambda d: d.name))
 
-    def _device(self, item: Slice, places: tuple[Partition, ...], inventory: Inventory) -> Device:
+    def _device(
+        self, item: Slice, places: tuple[Partition, ...], inventory: Inventory, hook: HookCall | None
+    ) -> Device:
         guest = self._run_dir / "slices" / item.name / "guest"
         inside = f"{SLICES_IN_CONTAINER}/{item.name}"
         env = tuple(f"{key}={value}" for key, value in slice_environment(item, inventory).items())
@@ -660,7 +703,7 @@ class CdiFile:
             # later slice's: such a program then sees less than it has, never more.
             overlay = f"{TOPOLOGY}/{place.kfd_node}/mem_banks/0/properties"
             mounts.append(Mount(str(guest / f"mem_banks-{place.kfd_gpu_id}"), overlay, _OVERLAY_OPTIONS))
-        return Device(item.name, Edits(env, tuple(nodes), tuple(mounts)))
+        return Device(item.name, Edits(env, tuple(nodes), tuple(mounts), hook.hooks(item.name) if hook else ()))
 
     def _common(self) -> Edits:
         """The edits of the whole file: readers apply them once, however many of its devices a container gets."""

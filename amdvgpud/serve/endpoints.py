@@ -38,6 +38,7 @@ from amdvgpud.serve.streams import Watchers
 
 API: Final = "v1"
 FEATURES: Final = (
+    "containers",
     "dry-run",
     "etag",
     "idempotency-key",
@@ -364,6 +365,8 @@ class Endpoints:
                 "give either 'slice' (an existing one) or 'request' (one to be made for the lease), one of the two",
                 (FieldError("/slice", "exactly one of 'slice' and 'request'"),),
             )
+        if body.bind == "container" and body.pid is not None:
+            raise Invalid.field("/pid", "a lease that is bound to a container gets its process when that one starts")
         holder = self._holder(call, body)
         request: Request | None = None
         name: SliceName | None = None
@@ -380,7 +383,12 @@ class Endpoints:
             return await self._would_lease(name, request)
         with self._metrics.operation("bind"):
             lease = await self._node.grant_lease(
-                holder, slice=name, request=request, ttl_s=body.ttl_s, owner_uid=owner_uid
+                holder,
+                slice=name,
+                request=request,
+                ttl_s=body.ttl_s,
+                owner_uid=owner_uid,
+                container=body.bind == "container",
             )
         reply = self._lease_reply(call, self._node.view(), lease)
         return replace(reply, status=201, headers={"Location": f"/v1/leases/{lease.id}"})

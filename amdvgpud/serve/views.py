@@ -9,15 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePath
 from types import MappingProxyType
+from typing import Final, Literal
 
 from amdvgpud.core import cumask, modes, wire
 from amdvgpud.core.compute import format_compute
+from amdvgpud.core.containers import Container
 from amdvgpud.core.errors import Conflict
 from amdvgpud.core.model import Gpu, GpuId, Inventory, Lease, Partition, PartitionId, Profile, Share, Slice, Usage
 from amdvgpud.core.plan import Capacity, capacities
 from amdvgpud.core.render import slice_environment
 from amdvgpud.core.truth import Comparison, GpuTruth, Truth, needs_gate
 from amdvgpud.node import Event, NodeView, Repartition
+
+_WORD_OF: Final[Mapping[bool | None, Literal["yes", "no", "unknown"]]] = {True: "yes", False: "no", None: "unknown"}
 
 
 def gpu_of(partition: PartitionId) -> GpuId:
@@ -224,15 +228,23 @@ def states(view: NodeView) -> Iterator[tuple[Slice, wire.SliceState, Lease | Non
         usage = view.usage.get(name)
         if name in view.lost:
             yield item, "lost", lease
-        elif usage is not None and usage.processes:
+        elif (usage is not None and usage.processes) or view.containers.get(name):
             yield item, "running", lease
         else:
             yield item, "free" if lease is None else "held", lease
 
 
-def enforced_by(item: Slice, inventory: Inventory) -> str:
-    """``gate``, or ``none`` for a slice that has all of its Partitions and so nothing to hold."""
-    return "gate" if needs_gate(item, inventory) else "none"
+def enforced_by(item: Slice, inventory: Inventory, containers: Sequence[Container] = ()) -> str:
+    """``none`` for a slice that has all of its Partitions and so nothing to hold; else by what its limits are held.
+
+    Of several containers each is capped at the whole quota, so the kernel holds no sum: that is no cap of the slice.
+    """
+    if not needs_gate(item, inventory):
+        return "none"
+    capped = len({c.cgroup for c in containers}) == 1 and all(c.cap == "" for c in containers)
+    if containers and all(c.gate.fits is False for c in containers):
+        return "dmem" if capped else "none"
+    return "gate+dmem" if capped else "gate"
 
 
 def slice_views(view: NodeView, cdi_kind: str, seen: Comparison | None = None) -> list[wire.SliceView]:
@@ -261,11 +273,12 @@ def _slice_view(
     gpus = truth.gpus if truth else {}
     usage = view.usage.get(item.name) or Usage(item.name)
     lost = view.lost.get(item.name)
+    containers = view.containers.get(item.name, ())
     return wire.SliceView(
         name=item.name,
         state=state,
         lost_reason=lost,
-        enforced_by=enforced_by(item, view.inventory),
+        enforced_by=enforced_by(item, view.inventory, containers),
         gate_seen=bool(usage.processes) or any(gpu.allocations or gpu.peak_bytes for gpu in usage.gpus),
         owner_uid=item.owner_uid,
         cdi_device=f"{cdi_kind}={item.name}" if lost is None and view.cdi.written else None,
@@ -279,6 +292,19 @@ def _slice_view(
         priority=item.request.priority.value,
         oversubscribe=item.request.oversubscribe,
         unmanaged_processes=len(truth.unmanaged) if truth else None,
+        containers=[
+            wire.ContainerView(
+                id=c.id,
+                pid=c.pid,
+                pod=c.pod,
+                since_s=c.since_s,
+                reported=c.reported,
+                gate=_WORD_OF[c.gate.fits],
+                gate_reason=c.gate.reason,
+                cap=c.cap,
+            )
+            for c in containers
+        ],
     )
 
 
@@ -379,6 +405,7 @@ def lease_view(
         slice_dir=str(run_dir / "slices" / lease.slice),
         environment={**environment_of_machine, **environment},
         preload=[str(path) for path in preload],
+        bind="container" if lease.container else "holder",
     )
 
 

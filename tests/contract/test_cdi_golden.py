@@ -32,7 +32,7 @@ from amdvgpud.core.model import (
     Slice,
     slice_name,
 )
-from amdvgpud.host.cdi import CdiFile, SimulatedDevices, format_spec, parse_spec
+from amdvgpud.host.cdi import CdiFile, HookCall, SimulatedDevices, format_spec, parse_spec
 
 CDI = Path(__file__).resolve().parents[2] / "cdi"
 SCHEMA = json.loads((CDI / "schema/amdvgpu-slice.schema.json").read_text())
@@ -76,12 +76,24 @@ ALICE = _slice("alice", _share(0, 48 * GIB, 64))
 PAIR = _slice("pair", _share(0, 8 * GIB, 32), _share(1, 8 * GIB, 16))
 DIGIT = _slice("0-1", _share(1, 4 * GIB, 8))
 
-REAL = CdiFile(Path("/run/cdi"), run_dir=Path("/run/amdvgpud"), library=Path("/usr/lib/amdvgpu/libamdvgpu.so"))
+
+class _Installed(HookCall):
+    """The hook as it is where the package is installed, whatever this machine has."""
+
+    def there(self) -> bool:
+        return True
+
+
+HOOK = _Installed(Path("/usr/lib/amdvgpu/amdvgpu-hook"))
+REAL = CdiFile(
+    Path("/run/cdi"), run_dir=Path("/run/amdvgpud"), library=Path("/usr/lib/amdvgpu/libamdvgpu.so"), hook=HOOK
+)
 SIMULATED = CdiFile(
     Path("/run/cdi"),
     run_dir=Path("/run/amdvgpud"),
     library=Path("/usr/lib/amdvgpu/libamdvgpu.so"),
     simulated=SimulatedDevices(Path("/run/amdvgpud/simulated"), Path("/usr/lib/amdvgpu/libsoftkfd.so")),
+    hook=HOOK,
 )
 
 EXAMPLES = {

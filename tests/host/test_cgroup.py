@@ -1,0 +1,154 @@
+"""Caps over a cgroup tree that behaves as the kernel's does. tests/e2e/vm tries the same on the kernel's own."""
+
+from __future__ import annotations
+
+import errno
+import os
+from dataclasses import dataclass, field
+
+import pytest
+
+from amdvgpud.host.cgroup import DmemCaps
+
+GIB = 2**30
+REGION, OTHER = "drm/0000:03:00.0/vram", "drm/0000:83:00.0/vram"
+SCOPE = "/machine.slice/libpod-a.scope"
+
+
+def _fails(code: int) -> OSError:
+    return OSError(code, os.strerror(code))
+
+
+@dataclass
+class Kernel:
+    """A cgroup v2 tree with dmem: the traps of kernel/cgroup/dmem.c and of cgroup v2's own files."""
+
+    controllers: str = "cpu memory dmem"
+    regions: set[str] = field(default_factory=lambda: {REGION, OTHER})
+    switched_on: set[str] = field(default_factory=set)
+    """Cgroups that have dmem in their subtree_control; "/" is the root."""
+    busy: set[str] = field(default_factory=set)
+    read_only: bool = False
+    limits: dict[tuple[str, str], str] = field(default_factory=dict)
+    used: dict[tuple[str, str], int] = field(default_factory=dict)
+    writes: list[str] = field(default_factory=list)
+    gone: set[str] = field(default_factory=set)
+
+    def read(self, path: str) -> str:
+        cgroup, _, name = path.rpartition("/")
+        self._there(cgroup, name)
+        if name == "cgroup.controllers":
+            return self.controllers
+        if name == "cgroup.subtree_control":
+            return "cpu dmem\n" if (cgroup or "/") in self.switched_on else "cpu\n"
+        if name == "dmem.current":
+            return "".join(f"{r} {self.used.get((cgroup, r), 0)}\n" for r in sorted(self.regions))
+        return "".join(f"{r} {self.limits.get((cgroup, r), 'max')}\n" for r in sorted(self.regions))
+
+    def write(self, path: str, text: str) -> None:
+        cgroup, _, name = path.rpartition("/")
+        self._there(cgroup, name)
+        if self.read_only:
+            raise _fails(errno.EROFS)
+        self.writes.append(f"{path} {text.strip()}")
+        if name == "cgroup.subtree_control":
+            if cgroup in self.busy:
+                raise _fails(errno.EBUSY)
+            self.switched_on.add(cgroup or "/")
+            return
+        region, _, value = text.strip().partition(" ")
+        if region not in self.regions or "\n" in text.strip():
+            raise _fails(errno.EINVAL)
+        if value != "max" and int(value) < self.used.get((cgroup, region), 0):
+            return  # silently
+        self.limits[cgroup, region] = value
+
+    def _there(self, cgroup: str, name: str) -> None:
+        if not self.controllers or cgroup in self.gone:
+            raise _fails(errno.ENOENT)
+        above = cgroup.rpartition("/")[0] or "/"
+        if name.startswith("dmem.") and above not in self.switched_on:
+            raise _fails(errno.ENOENT)
+
+    def remove_device(self, region: str) -> None:
+        self.regions.discard(region)
+        self.limits = {key: value for key, value in self.limits.items() if key[1] != region}
+
+
+def capped(kernel: Kernel, *, delegate: bool = True) -> tuple[DmemCaps, str]:
+    caps = DmemCaps(kernel, delegate=delegate)
+    return caps, caps.apply({SCOPE: {REGION: GIB}})[SCOPE]
+
+
+def test_the_controller_is_switched_on_above_and_each_region_has_a_write_of_its_own() -> None:
+    kernel = Kernel()
+    assert DmemCaps(kernel).apply({SCOPE: {REGION: GIB, OTHER: 2 * GIB}}) == {SCOPE: ""}
+    assert kernel.writes == [
+        "/cgroup.subtree_control +dmem",
+        "/machine.slice/cgroup.subtree_control +dmem",
+        f"{SCOPE}/dmem.max {REGION} {GIB}",
+        f"{SCOPE}/dmem.max {OTHER} {2 * GIB}",
+    ]
+
+
+def test_what_is_in_force_is_not_written_again() -> None:
+    kernel = Kernel()
+    caps, why = capped(kernel)
+    kernel.writes.clear()
+    assert (why, caps.apply({SCOPE: {REGION: GIB}}), kernel.writes) == ("", {SCOPE: ""}, [])
+
+
+def test_a_limit_that_a_removed_device_took_along_is_put_back() -> None:
+    kernel = Kernel()
+    caps, _ = capped(kernel)
+    kernel.remove_device(REGION)
+    assert "knows no region" in caps.apply({SCOPE: {REGION: GIB}})[SCOPE]
+    kernel.regions.add(REGION)
+    assert caps.apply({SCOPE: {REGION: GIB}}) == {SCOPE: ""}
+    assert kernel.limits == {(SCOPE, REGION): str(GIB)}
+
+
+def test_a_write_that_did_nothing_is_seen() -> None:
+    kernel = Kernel(used={(SCOPE, REGION): 3 * GIB})
+    _, why = capped(kernel)
+    assert why == (
+        f"{SCOPE}/dmem.max: the kernel took {GIB} for {REGION} and left it at max; {3 * GIB} bytes are in use, and a "
+        "limit below that does nothing on this kernel"
+    )
+
+
+def test_what_is_not_wanted_any_more_is_lifted_and_what_is_gone_with_its_cgroup_is_no_trouble() -> None:
+    kernel = Kernel()
+    caps, _ = capped(kernel)
+    assert caps.apply({}) == {}
+    assert kernel.limits == {(SCOPE, REGION): "max"}
+    kernel.writes.clear()
+    assert (caps.apply({}), kernel.writes) == ({}, [])
+    caps.apply({SCOPE: {REGION: GIB}})
+    kernel.gone.add(SCOPE)
+    assert caps.apply({}) == {}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "delegate", "why"),
+    [
+        (Kernel(busy={"/machine.slice"}), True, "/machine.slice has processes of its own"),
+        (Kernel(read_only=True), True, "/cgroup.subtree_control cannot be written: the tree is read-only"),
+        (Kernel(), False, "/cgroup.subtree_control has no dmem, and dmem.delegate is false"),
+        (Kernel(regions={OTHER}), True, f"the kernel knows no region {REGION}"),
+        (Kernel(switched_on={"/", "/machine.slice"}, gone={SCOPE}), True, f"{SCOPE}/dmem.max cannot be read"),
+    ],
+    ids=["processes above", "read-only tree", "not to be delegated", "no region", "gone meanwhile"],
+)
+def test_why_a_cgroup_is_not_capped_is_said(kernel: Kernel, delegate: bool, why: str) -> None:
+    assert capped(kernel, delegate=delegate)[1].startswith(why)
+
+
+def test_where_others_have_switched_it_on_nothing_is_delegated() -> None:
+    assert capped(Kernel(switched_on={"/", "/machine.slice"}), delegate=False)[1] == ""
+
+
+def test_a_machine_without_the_controller_says_so() -> None:
+    assert DmemCaps(Kernel()).lack() is None
+    assert "no cgroup v2 tree" in str(DmemCaps(Kernel(controllers="")).lack())
+    assert "no dmem controller" in str(DmemCaps(Kernel(controllers="cpu memory")).lack())

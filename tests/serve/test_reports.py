@@ -1,0 +1,214 @@
+"""The report socket with the real hook at its other end, and with others who say what they should not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import stat
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+import amdvgpud._abi
+from amdvgpud.core.containers import Report
+from amdvgpud.core.model import SliceName
+from amdvgpud.host.containers import ProcContainers
+from amdvgpud.serve.reports import Allowance, ReportSocket
+
+HOOK = Path(amdvgpud._abi.__file__).with_name("amdvgpu-hook")
+STATE = {
+    "ociVersion": "1.0.2",
+    "id": "c0ffee",
+    "status": "creating",
+    "pid": os.getpid(),
+    "bundle": "/b",
+    "annotations": {},
+}
+
+
+@dataclass
+class Ear:
+    """Who is told. ``answer`` is what a start is answered; ``hold_s`` how long that takes."""
+
+    answer: str | None = None
+    hold_s: float = 0.0
+    heard: list[tuple[Report, bool]] = field(default_factory=list)
+    """With each report, whether the root that came with it was a folder that could be looked into."""
+
+    async def started(self, report: Report, root: int | None) -> str | None:
+        self.heard.append((report, root is not None and Path(f"/proc/self/fd/{root}/proc").exists()))
+        await asyncio.sleep(self.hold_s)
+        return self.answer
+
+    async def stopped(self, report: Report) -> None:
+        self.heard.append((report, False))
+
+
+@dataclass
+class Post:
+    path: Path
+    ear: Ear
+    allowance: Allowance
+
+    async def hook(self, *argv: str, state: object = STATE) -> tuple[int, str]:
+        """(exit code, standard error) of the real hook."""
+        text = state if isinstance(state, bytes) else json.dumps(state).encode()
+        # Patient before what was asked for: on a busy machine 100 ms are nothing.
+        return await run_hook(*argv[:2], "--wait", "20000", *argv[2:], "--socket", str(self.path), state=text)
+
+    async def say(self, content: bytes, fds: Sequence[int] = ()) -> str:
+        """The answer to a message of anybody's; empty where the daemon only hung up."""
+        loop = asyncio.get_running_loop()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
+            line.setblocking(False)
+            line.connect(str(self.path))
+            socket.send_fds(line, [content], list(fds))
+            return (await loop.sock_recv(line, 4096)).decode()
+
+
+async def run_hook(*argv: str, state: bytes) -> tuple[int, str]:
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(HOOK, *argv, stdin=pipe, stderr=pipe)
+    _, complaint = await process.communicate(state)
+    assert process.returncode is not None
+    return process.returncode, complaint.decode()
+
+
+@pytest.fixture
+async def post() -> AsyncIterator[Post]:
+    with tempfile.TemporaryDirectory() as folder:  # short: a socket's name has 107 bytes
+        made = Post(Path(folder) / "report.sock", Ear(), Allowance())
+        pid_of = ProcContainers(Path(folder)).pid_of
+        opened = ReportSocket(made.path, made.ear, pid_of, now_s=time.monotonic, allowance=made.allowance)
+        opened.open()
+        yield made
+        await opened.close()
+        assert not made.path.exists()
+
+
+async def test_a_start_and_a_stop_are_heard_with_who_says_it(post: Post) -> None:
+    assert await post.hook("start", "alice") == (0, "")
+    assert await post.hook("stop", "alice", state=STATE | {"pid": 0}) == (0, "")
+    alice, uid = SliceName("alice"), os.getuid()
+    assert post.ear.heard == [
+        (Report("start", alice, "c0ffee", os.getpid(), "/b", uid), uid == 0),
+        (Report("stop", alice, "c0ffee", 0, "/b", uid), False),
+    ]
+
+
+async def test_the_state_is_read_whatever_else_is_in_it(post: Post) -> None:
+    noise = {"id": "no", "pid": -1, "x": ["}", '"', "\\", {"id": [1]}], "deep": [[[["]"]]]]}
+    state = {"annotations": noise, "root": "/r", **STATE, "id": 'quo"te\\ünd'}
+    assert await post.hook("start", "a.b-1", state=json.dumps(state, indent=3, ensure_ascii=False).encode()) == (0, "")
+    assert await post.hook("start", "big", state=STATE | {"annotations": {"last": "x" * 300_000}}) == (0, "")
+    assert [(r.slice, r.id, r.pid) for r, _ in post.ear.heard] == [
+        ("a.b-1", 'quo"te\\ünd', os.getpid()),
+        ("big", "c0ffee", os.getpid()),
+    ]
+
+
+async def test_a_refusal_fails_the_hook_with_its_reason_and_a_stop_cannot_fail(post: Post) -> None:
+    post.ear.answer = "slice alice would not be enforced: it is a static program"
+    assert await post.hook("start", "alice") == (1, f"amdvgpu-hook: {post.ear.answer}\n")
+    assert await post.hook("stop", "alice") == (0, "")
+
+
+async def test_no_daemon_is_no_reason_not_to_start_unless_it_is_required(tmp_path: Path) -> None:
+    away = ("--socket", str(tmp_path / "report.sock"))
+    state = json.dumps(STATE).encode()
+    assert await run_hook("start", "alice", *away, state=state) == (0, "")
+    assert await run_hook("stop", "alice", *away, "--require", state=state) == (0, "")
+    code, complaint = await run_hook("start", "alice", *away, "--require", state=state)
+    assert (code, complaint.split(":")[1]) == (1, " no daemon answers at " + str(tmp_path / "report.sock"))
+
+
+async def test_a_daemon_that_does_not_answer_is_waited_for_no_longer_than_told(post: Post) -> None:
+    post.ear.hold_s = 30.0
+    began_s = time.monotonic()
+    assert await post.hook("start", "alice", "--wait", "50") == (0, "")
+    code, complaint = await post.hook("start", "alice", "--wait", "50", "--require")
+    assert (code, "did not answer within 50 ms" in complaint) == (1, True)
+    assert time.monotonic() - began_s < 15
+
+
+@pytest.mark.parametrize(
+    "state", [b"", b"{", b"[]", b"null", b'{"id"', b'{"id":', b'{"id":"a', b'{"id":7}', b'{"pid":"x"}', b"\xff" * 4096]
+)
+async def test_a_state_that_cannot_be_understood_starts_the_container_and_tells_nothing(
+    post: Post, state: bytes
+) -> None:
+    assert await post.hook("start", "alice", state=state) == (0, "")
+    assert [report.id for report, _ in post.ear.heard] == []
+
+
+@pytest.mark.parametrize("argv", [(), ("start",), ("begin", "alice"), ("start", 'al"ice'), ("start", "a", "--what")])
+async def test_wrong_words_are_said_to_be_wrong(argv: tuple[str, ...]) -> None:
+    code, complaint = await run_hook(*argv, state=b"{}")
+    assert (code, complaint.split(":")[0]) == (2, "usage")
+
+
+GOOD = {"version": 1, "step": "start", "slice": "alice", "fds": "", "pid": 1, "id": "a", "bundle": "", "status": ""}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\0" * 100,
+        b"[" * 8000,
+        b"x" * 9000,
+        json.dumps(GOOD | {"version": 2}).encode(),
+        json.dumps(GOOD | {"slice": "../alice"}).encode(),
+        json.dumps(GOOD | {"pid": -1}).encode(),
+        json.dumps(GOOD | {"fds": "pr"}).encode(),
+        json.dumps(GOOD | {"more": 1}).encode(),
+        json.dumps(GOOD | {"id": "a" * 2000}).encode(),
+        b'{"version":1,"step":"start","slice":"alice","id":"\xff"}',
+    ],
+)
+async def test_a_message_that_is_not_understood_is_answered_and_nobody_is_told(post: Post, content: bytes) -> None:
+    answer = await post.say(content)
+    assert answer.startswith("no ") or answer == ""
+    assert post.ear.heard == []
+    assert await post.say(json.dumps(GOOD).encode()) == "ok"
+
+
+async def test_descriptors_that_nobody_asked_for_are_closed(post: Post) -> None:
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    null = os.open("/dev/null", os.O_RDONLY)
+    for _ in range(20):
+        assert (await post.say(json.dumps(GOOD).encode(), [null])).startswith("no 1 descriptors came")
+        assert (await post.say(json.dumps(GOOD).encode(), [null] * 9)).startswith("no ")
+        assert (await post.say(json.dumps(GOOD | {"fds": "p"}).encode(), [null])) == "ok"
+    os.close(null)
+    assert {report.pid for report, _ in post.ear.heard} == {0}, "what is no pidfd is nobody's"
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+async def test_whoever_connects_and_says_nothing_keeps_nobody_from_speaking(post: Post) -> None:
+    silent = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(100)]
+    for line in silent:
+        line.connect(str(post.path))
+    assert await post.hook("start", "alice") == (0, "")
+    assert len(post.ear.heard) == 1
+    for line in silent:
+        line.close()
+
+
+def test_the_socket_is_everybodys(post: Post) -> None:
+    assert stat.S_IMODE(post.path.stat().st_mode) == 0o666
+
+
+def test_one_user_may_speak_so_often_and_root_always() -> None:
+    allowance = Allowance(per_s=2.0, burst=3.0)
+    assert [allowance.take(1000, 10.0) for _ in range(4)] == [True, True, True, False]
+    assert allowance.take(1001, 10.0), "another user's is another bucket"
+    assert [allowance.take(1000, 10.6) for _ in range(2)] == [True, False]
+    assert [allowance.take(1000, 99.0) for _ in range(4)] == [True, True, True, False]
+    assert all(allowance.take(0, 99.0) for _ in range(1000))
