@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import signal
 import subprocess
@@ -11,9 +12,12 @@ from pathlib import Path
 
 import pytest
 
+import amdvgpud._abi
 from amdvgpud.cli import Daemon
 from amdvgpud.core.errors import HostFailure
+from amdvgpud.core.model import Compute, ComputePolicy, Request, slice_name
 from amdvgpud.host.systemd import Supervisor
+from amdvgpud.node import Node
 from amdvgpud.settings import Settings, read_settings
 
 
@@ -79,3 +83,38 @@ async def test_a_scan_that_fails_is_said_and_ends_nothing(
     monkeypatch.setattr(daemon._parts.node, "rescan", failing)
     await daemon._look_again()
     assert caplog.messages == [f"A scan of the machine failed, the next one is due in 30 s: {failure}"]
+
+
+@pytest.mark.root
+async def test_what_a_process_held_is_back_when_it_dies_and_not_with_the_next_tick(settings: Settings) -> None:
+    """The ticks are by hand here: after the one that has found the process, none comes."""
+    daemon = Daemon(settings, lambda: settings, Supervisor({}))
+    node, name = daemon._parts.node, slice_name("alice")
+    await node.start()
+    try:
+        await node.put_slice(Request(name, Compute(ComputePolicy.BALANCED, percent=25), 4 << 30))
+        parts, root = Path(amdvgpud._abi.__file__).parent, settings.run_dir / "simulated"
+        environment = {
+            "SOFTKFD_ROOT": str(root),
+            "AMDVGPU_SLICE_DIR": str(settings.run_dir / "slices/alice/guest"),
+            "LD_PRELOAD": f"{parts}/libamdvgpu.so {parts}/libsoftkfd.so",
+        }
+        holder = [str(parts / "kfdclient"), "--step", "1G", "--count", "2", "--hold"]
+        with subprocess.Popen(holder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as process:
+            assert process.stdout is not None
+            assert any(b'"hold"' in line for line in process.stdout)
+            await node.tick()
+            await daemon._owners.follow(node.view().usage)
+            assert node.view().usage[name].used_bytes(_only_gpu_id(node)) == 2 << 30
+            process.kill()
+            async with asyncio.timeout(20):
+                while node.view().usage[name].used_bytes(_only_gpu_id(node)):
+                    await asyncio.sleep(0.01)
+    finally:
+        daemon._owners.close()
+        subprocess.run(["umount", settings.run_dir / "slices"], check=False, capture_output=True)
+
+
+def _only_gpu_id(node: Node) -> int:
+    (partition,) = node.view().inventory.partitions
+    return partition.kfd_gpu_id

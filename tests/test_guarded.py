@@ -1,0 +1,142 @@
+"""What goes around the gate, seen and ended by a real daemon: a KFD client with a slice's mounts and no gate.
+
+softkfd keeps the accounts that the kernel keeps on a real machine; the processes, their mounts and signals are real.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import amdvgpud._abi
+from amdvgpud.core import wire
+from amdvgpud.ctl.client import Client, Refused
+from tests.ctl.stand_ins import served
+
+pytestmark = pytest.mark.root
+
+GIB = 1 << 30
+PARTS = Path(amdvgpud._abi.__file__).parent
+SLICE = wire.SliceSpec(vram="4GiB", compute="25%", on=["0"])
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("guarded")
+
+
+@pytest.fixture(scope="module")
+def client(home: Path) -> Iterator[Client]:
+    """Of a daemon that looks often and has little patience."""
+    patience = ("--kernel-sample-s=0.2", "--watchdog-after-s=3", "--watchdog-grace-s=0.5", "--watchdog-policy=kill")
+    for socket in served(home, "--simulate=2*mi300x", *patience):
+        yield Client(socket)
+
+
+@contextmanager
+def kfd_client(
+    home: Path, inside: str | None, *libraries: str, count: int = 2
+) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A process that holds ``count`` GiB of the first GPU; ``inside``: with that slice's files at their place."""
+    root = home / "run/simulated"
+    preload = " ".join(str(PARTS / name) for name in libraries)
+    guest, place = f"{home}/run/slices/{inside}/guest", f"/run/amdvgpu/{inside}"
+    mounts = (
+        f"mkdir -p /run/amdvgpu && mount -t tmpfs none /run/amdvgpu && mkdir {place} && "
+        f"mount --bind {guest} {place} && mount -o remount,bind,ro {place} && mount --bind {guest}/ledger {place}/ledger && "
+    )
+    holder = f"exec env SOFTKFD_ROOT={root} LD_PRELOAD='{preload}' {PARTS}/kfdclient --step 1G --count {count} --hold"
+    script = (mounts if inside else "") + holder
+    with subprocess.Popen(
+        ["unshare", "--mount", "--propagation", "private", "sh", "-ec", script],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                if json.loads(line)["op"] == "hold":
+                    yield process, json.loads(line)["held"]
+                    return
+            raise AssertionError("it has not come to hold anything")
+        finally:
+            process.kill()
+
+
+def until(what: Callable[[], bool], seconds: float = 20) -> None:
+    end_s = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < end_s, "it has not come to that"
+        time.sleep(0.05)
+
+
+def shown(client: Client, name: str) -> wire.SliceView:
+    return client.get(f"/v1/slices/{name}", wire.SliceView)[0]
+
+
+def told(client: Client) -> list[tuple[str, str]]:
+    events, _ = client.get("/v1/events", wire.EventList, since="0")
+    return [(e.kind, e.subject) for e in events.events if e.kind.startswith("watchdog.")]
+
+
+@pytest.fixture
+def new_slice(client: Client) -> Iterator[Callable[[str], None]]:
+    made = []
+
+    def make(name: str) -> None:
+        client.change("PUT", f"/v1/slices/{name}", wire.SliceView, SLICE)
+        made.append(name)
+
+    yield make
+    for name in made:
+        client.delete(f"/v1/slices/{name}", force="true")
+
+
+def test_a_process_without_the_gate_is_seen_and_ended_and_one_outside_is_never_touched(
+    client: Client, home: Path, new_slice: Callable[[str], None]
+) -> None:
+    new_slice("alice")
+    with kfd_client(home, None, "libsoftkfd.so") as (outside, _):
+        with kfd_client(home, "alice", "libsoftkfd.so") as (rogue, _):
+            until(lambda: shown(client, "alice").unmanaged_processes == 1)
+            (share,) = shown(client, "alice").shares
+            assert (share.driver_bytes, share.untracked_bytes, share.used_bytes) == (2 * GIB, 2 * GIB, 0)
+            (process,) = client.get("/v1/slices/alice/processes", wire.ProcessList)[0].processes
+            assert (process.host_pid, process.command, process.tracked) == (rogue.pid, "kfdclient", False)
+            assert rogue.wait(20) == -signal.SIGTERM
+        until(lambda: shown(client, "alice").unmanaged_processes == 0)
+        assert outside.poll() is None
+    assert told(client) == [("watchdog.unmanaged", "alice"), ("watchdog.ended", "alice")]
+
+
+def test_a_process_behind_the_gate_is_tracked_and_left_alone(
+    client: Client, home: Path, new_slice: Callable[[str], None]
+) -> None:
+    new_slice("bob")
+    before = told(client)
+    with kfd_client(home, "bob", "libamdvgpu.so", "libsoftkfd.so") as (process, held):
+        until(lambda: shown(client, "bob").shares[0].driver_bytes == held)
+        time.sleep(4.5)  # half as long again as the watchdog's patience
+        (share,) = shown(client, "bob").shares
+        assert (share.used_bytes, share.untracked_bytes, shown(client, "bob").unmanaged_processes) == (held, 0, 0)
+        assert process.poll() is None
+    assert told(client) == before
+
+
+def test_a_whole_gpu_is_not_handed_on_while_somebody_is_on_it(client: Client, home: Path) -> None:
+    whole = wire.SliceSpec(compute="whole", on=["0"])
+    with kfd_client(home, None, "libsoftkfd.so") as (holder, held):
+        refusal = pytest.raises(Refused, match=rf"{holder.pid} \(kfdclient\), with {held} bytes")
+        with refusal:
+            client.change("PUT", "/v1/slices/carol", wire.SliceView, whole)
+    until(lambda: not list((home / "run/simulated/sys/class/kfd/kfd/proc").iterdir()))
+    client.change("PUT", "/v1/slices/carol", wire.SliceView, whole)
+    client.delete("/v1/slices/carol")
