@@ -50,7 +50,8 @@ def kfd_client(
     guest, place = f"{home}/run/slices/{inside}/guest", f"/run/amdvgpu/{inside}"
     mounts = (
         f"mkdir -p /run/amdvgpu && mount -t tmpfs none /run/amdvgpu && mkdir {place} && "
-        f"mount --bind {guest} {place} && mount -o remount,bind,ro {place} && mount --bind {guest}/ledger {place}/ledger && "
+        f"mount --bind {guest} {place} && mount -o remount,bind,ro {place} && "
+        f"mount --bind {guest}/ledger {place}/ledger && "
     )
     holder = f"exec env SOFTKFD_ROOT={root} LD_PRELOAD='{preload}' {PARTS}/kfdclient --step 1G --count {count} --hold"
     script = (mounts if inside else "") + holder
