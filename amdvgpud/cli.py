@@ -55,7 +55,9 @@ from amdvgpud.host.sysfs import SysfsReader
 from amdvgpud.host.systemd import Supervisor, claim_machine
 from amdvgpud.host.udev import UeventWatch, Wedged
 from amdvgpud.node import Node
+from amdvgpud.ports import HealthCheck
 from amdvgpud.serve.endpoints import Process
+from amdvgpud.serve.exporter import ExporterHealth
 from amdvgpud.serve.kubeapi import read_access
 from amdvgpud.serve.metrics import CountedCdi, Metrics
 from amdvgpud.serve.reports import ReportSocket
@@ -188,6 +190,7 @@ def assemble(settings: Settings) -> Parts:
     files = LedgerFiles(settings.run_dir, sysfs_root=root, tmpfs_bytes=settings.slices_tmpfs_bytes)
     figures = KernelFigures(
         settings.run_dir / "slices",
+        own_pids=kfd.own_pids,
         root=root,
         now_s=time.time,
         vram_used_bytes=sysfs.vram_used_bytes,
@@ -210,7 +213,7 @@ def assemble(settings: Settings) -> Parts:
     watch = HealthWatch(
         node,
         built_in=[eyes],
-        optional=[kfd] if simulated is not None or root == Path("/") else [],  # the child knows no other root
+        optional=_optional_checks(settings, kfd if simulated is not None or root == Path("/") else None),
         memory=StandingsFile(settings.run_dir / "health.json"),
         policy=_health_policy(settings),
         now_s=time.time,
@@ -246,6 +249,14 @@ def _containers(settings: Settings, node: Node, caps: DmemCaps | None) -> tuple[
         now_s=time.time,
     )
     return containers, ReportSocket(settings.run_dir / REPORTS, containers, processes.pid_of, now_s=time.monotonic)
+
+
+def _optional_checks(settings: Settings, kfd: KfdChildren | None) -> list[HealthCheck]:
+    """``kfd`` None: the child knows no other root than this machine's."""
+    exporter = settings.health_exporter_socket
+    # An exporter of this machine knows nothing of simulated GPUs, which may have the same addresses.
+    asked = [] if exporter is None or settings.simulate else [ExporterHealth(exporter)]
+    return [*([] if kfd is None else [kfd]), *asked]
 
 
 def _health_policy(settings: Settings) -> Policy:

@@ -342,6 +342,12 @@ class Settings:
         "Listen to the KFD's events, in a child process that keeps /dev/kfd open; while it does, no other tool can "
         "cut a GPU into partitions. auto: where no GPU can be cut.",
     )
+    health_exporter_socket: Path | None = _setting(
+        "health.exporter_socket",
+        "/var/lib/amd-metrics-exporter/amdgpu_device_metrics_exporter_grpc.socket",
+        _optional_path,
+        "Socket of AMD's metrics exporter; GPUs that it calls unhealthy are. It may be absent; empty: it is not asked.",
+    )
     rest_socket_group: str = _setting(
         "rest.socket_group", "amdvgpu", _text, "Group that may change things over the socket; root always may."
     )

@@ -69,7 +69,8 @@ class KernelFigures:
     """The implementation of :class:`amdvgpud.guard.Figures`. Blocking; callers in several threads take turns.
 
     ``root`` holds ``sys/``; ``slices`` is the directory of slices; ``vram_used_bytes`` tells a GPU's total by its PCI
-    address. ``refresh`` is called before each look: a simulation brings its kfd/proc up to date there.
+    address. ``refresh`` is called before each look: a simulation brings its kfd/proc up to date there. ``own_pids`` are
+    of the daemon's own children, who use nothing.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class KernelFigures:
         now_s: Callable[[], float],
         vram_used_bytes: Callable[[str], int | None] = lambda pci_address: None,
         refresh: Callable[[], None] = lambda: None,
+        own_pids: Callable[[], frozenset[int]] = frozenset,
         sdma: bool = False,
     ) -> None:
         self._slices = slices
@@ -89,6 +91,7 @@ class KernelFigures:
         self._now_s = now_s
         self._vram_used_bytes = vram_used_bytes
         self._refresh = refresh
+        self._own_pids = own_pids
         self._sdma = sdma
         self._known: dict[int, _Known] = {}
         self._turn = threading.Lock()
@@ -146,7 +149,7 @@ class KernelFigures:
         inodes: dict[str, int | None] = {}
         clients: set[tuple[bytes, bytes]] = set()
         living: set[int] = set()
-        listed = {int(name) for name in _names(folder) if name.isascii() and name.isdecimal()}
+        listed = {int(name) for name in _names(folder) if name.isascii() and name.isdecimal()} - self._own_pids()
         # By pid, so that a client that is shared (a descriptor that was passed on) is the oldest process's.
         for pid in sorted(listed | self._pids()):
             known = self._look_up(pid, pid in listed, mounts, inodes)

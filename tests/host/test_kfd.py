@@ -35,7 +35,7 @@ class Machine:
         self.kfd.mkdir(parents=True)
         (self.root / "proc").mkdir()
 
-    def figures(self, *, sdma: bool = False) -> KernelFigures:
+    def figures(self, *, sdma: bool = False, own_pids: frozenset[int] = frozenset()) -> KernelFigures:
         return KernelFigures(
             self.slices,
             root=self.root,
@@ -43,6 +43,7 @@ class Machine:
             vram_used_bytes=SysfsReader(self.root).vram_used_bytes,
             now_s=lambda: 5.0,
             sdma=sdma,
+            own_pids=lambda: own_pids,
         )
 
     def run(self, pid: int, *, inside: bool = False, start_ticks: int = 77, comm: str = "python3") -> None:
@@ -111,6 +112,14 @@ def test_contexts_of_a_process_are_summed_and_only_a_slice_s_process_is_asked_fo
     )
     (dear, _) = machine.figures(sdma=True).read(Inventory()).processes or ()
     assert dear.sdma_us == {1000: 44}
+
+
+def test_the_daemons_own_children_use_nothing(machine: Machine) -> None:
+    for pid in (50, 60):
+        machine.run(pid)
+        machine.open_kfd(pid, {"vram_1000": 0})
+    picture = machine.figures(own_pids=frozenset({50})).read(Inventory())
+    assert [process.pid for process in picture.processes or ()] == [60]
 
 
 def test_what_cannot_be_read_is_absent_and_not_zero(machine: Machine) -> None:

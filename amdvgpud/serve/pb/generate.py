@@ -1,7 +1,7 @@
 """Make the modules beside this one from the ``.proto`` files, by the protoc that is in grpcio-tools.
 
 Messages only. The stubs of services that protoc would make too are untyped and tie us to one release of grpcio, and
-what they hold for us is the names of five methods.
+what they hold for us is the names of six methods.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 from grpc_tools import protoc
 
 HERE = Path(__file__).parent
-NAMES = ("deviceplugin", "podresources")
+NAMES = ("deviceplugin", "exporter", "podresources")
 
 
 def generate(out: Path) -> None:
