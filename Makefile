@@ -65,8 +65,10 @@ clean:
 # make packages      deb for Debian 12 and 13 and rpm, each in a clean root; to build/packages (3 minutes at first)
 # make e2e-systemd   the same installed, upgraded and removed on machines whose PID 1 is systemd 252 and 257; rpm on 252
 # make e2e-runtimes  docker, containerd and rootless podman of Debian 13, each with a slice
+# make e2e-slurm     the Slurm samples under a real Slurm of one node
+# make e2e-image     the container image, built in both ways and run
 # All of these as root, and none is part of make test.
-.PHONY: packages e2e-systemd e2e-runtimes
+.PHONY: packages e2e-systemd e2e-runtimes e2e-slurm e2e-image
 packages:
 	scripts/setup packages
 	packaging/build bookworm trixie rpm
@@ -77,6 +79,15 @@ e2e-systemd: packages
 e2e-runtimes:
 	scripts/setup packages
 	tests/e2e/systemd/check-on trixie runtimes docker.io docker-cli containerd podman crun runc uidmap
+
+e2e-slurm:
+	scripts/setup packages
+	tests/e2e/systemd/check-on trixie slurm slurm-wlm munge
+
+e2e-image:
+	scripts/setup packages
+	scripts/setup test
+	tests/e2e/container/run
 
 # make stubs        what protoc makes of amdvgpud/serve/pb/*.proto, which is committed
 .PHONY: stubs

@@ -24,7 +24,7 @@ NOT_RUN: Final = {
     "docker": "needs a docker daemon; `make e2e-runtimes` runs one",
     "containerd": "needs containerd or a kubelet; `make e2e-runtimes` runs containerd",
     "kubernetes": "needs a cluster",
-    "slurm": "needs Slurm",
+    "slurm": "needs Slurm; `make e2e-slurm` runs one",
     "hardware": "needs an AMD GPU, or changes the machine for good",
     "rootless": "needs a user with a rootless podman of its own; `make e2e-runtimes` has one",
     "prometheus": "needs services that tests/monitoring starts for itself",
