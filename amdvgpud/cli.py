@@ -24,7 +24,7 @@ from amdvgpud import __version__
 from amdvgpud.containers import Containers, ImagePolicy
 from amdvgpud.core import watchdog
 from amdvgpud.core.errors import AmdvgpuError, HostFailure, Invalid, NotFound
-from amdvgpud.core.health import Policy, wedged
+from amdvgpud.core.health import Policy, unbound, wedged
 from amdvgpud.core.model import Inventory, SliceName
 from amdvgpud.core.modes import parse_targets
 from amdvgpud.guard import Guard, Leftovers
@@ -53,7 +53,7 @@ from amdvgpud.host.smi import KfdChildren
 from amdvgpud.host.store import BookStore
 from amdvgpud.host.sysfs import SysfsReader
 from amdvgpud.host.systemd import Supervisor, claim_machine
-from amdvgpud.host.udev import UeventWatch, Wedged
+from amdvgpud.host.udev import DriverWord, UeventWatch
 from amdvgpud.node import Node
 from amdvgpud.ports import HealthCheck
 from amdvgpud.serve.endpoints import Process
@@ -80,8 +80,7 @@ INSTALLED_LIBRARY: Final = Path("/usr/lib/amdvgpu/libamdvgpu.so")
 """Where the packages put the gate; replaced there by rename on an upgrade, so running programs keep theirs."""
 
 RELOADED: Final = frozenset(
-    {"tick_s", "rescan_s", "log_level", "health.pulse_s", "kernel.sample_s"}
-    | {key for key in SETTINGS if key.startswith("watchdog.")}
+    {"tick_s", "rescan_s", "log_level", "kernel.sample_s"} | {key for key in SETTINGS if key.startswith("watchdog.")}
 )
 """Settings that a reload puts in force; the others are said to wait for a restart."""
 
@@ -261,7 +260,7 @@ def _optional_checks(settings: Settings, kfd: KfdChildren | None) -> list[Health
 
 def _health_policy(settings: Settings) -> Policy:
     return Policy(
-        good_looks=settings.health_good_looks,
+        good_looks=settings.health_good_looks if settings.health_pulse_s else 0,
         unknown_grace_s=settings.health_unknown_grace_s,
         record_age_s=settings.health_record_age_s,
         correctable_per_hour=settings.health_correctable_per_hour,
@@ -539,13 +538,16 @@ class Daemon:
     async def _watch(self, tasks: asyncio.TaskGroup) -> None:
         """Events are a convenience: where they cannot be heard, the periodic scan still finds what changes."""
 
-        def wedged_gpu(event: Wedged) -> None:
+        def said(word: DriverWord) -> None:
             for gpu in self._parts.node.view().inventory.gpus:
-                if gpu.pci_address == event.pci_address:
-                    tasks.create_task(self._parts.watch.hear([wedged(gpu.id, event.methods, event.culprit)]))
+                if gpu.pci_address == word.pci_address:
+                    notice = unbound(gpu.id) if word.wedged is None else wedged(gpu.id, word.wedged, word.culprit)
+                    tasks.create_task(self._parts.watch.hear([notice]))
 
         try:
-            await UeventWatch(self._look_again, wedged_gpu).run()
+            watch = UeventWatch(self._look_again, said)
+            self._parts.metrics.uevents = watch.seen
+            await watch.run()
         except HostFailure as error:
             log.warning("%s; changes are found by the scan every %g s.", error, self._settings.rescan_s)
             await asyncio.Event().wait()

@@ -110,6 +110,7 @@ class Look:
 @dataclass(frozen=True, slots=True)
 class Policy:
     good_looks: int = 3
+    """0: nobody looks, so what a driver says by itself counts at once."""
     unknown_grace_s: float = 60.0
     """A full reset takes up to tens of seconds; twice that, guessed."""
     record_age_s: float = 24 * 3600.0
@@ -173,14 +174,15 @@ def _stand(was: Standing | None, look: Look, gpu: GpuId, now_s: float, policy: P
         if now_s - since_s >= policy.unknown_grace_s:
             reason = f"{worst.reason}, for {now_s - since_s:.0f} s now"
             worst = replace(worst, condition=Condition.UNHEALTHY, reason=reason)
-    verdict, good_looks = _verdict(was, worst, look.whole, now_s, policy)
+    good = look.whole or (gpu in look.recovered and not policy.good_looks)
+    verdict, good_looks = _verdict(was, worst, good, now_s, policy)
     return Standing(verdict, good_looks, doubtful_since_s, faults, tallies)
 
 
 def _verdict(
-    was: Standing | None, worst: Finding | None, whole: bool, now_s: float, policy: Policy
+    was: Standing | None, worst: Finding | None, good: bool, now_s: float, policy: Policy
 ) -> tuple[Health, int]:
-    """The verdict, and the good looks in a row that it took into account."""
+    """The verdict, and the good looks in a row that it took into account. ``good``: what was not found is not there."""
     condition = Condition.HEALTHY if worst is None else worst.condition
     new = Health(condition, "", "", now_s) if worst is None else Health(condition, worst.reason, worst.source, now_s)
     if was is None:
@@ -189,7 +191,7 @@ def _verdict(
         return replace(new, since_s=was.verdict.since_s), 0
     if _GRAVITY.index(condition) > _GRAVITY.index(was.verdict.condition):
         return new, 0
-    if not whole:
+    if not good:
         return was.verdict, was.good_looks  # no news are no good news
     if condition is Condition.UNKNOWN:
         return was.verdict, 0  # unhealthy, and now not even that can be seen
@@ -310,6 +312,11 @@ def wedged(gpu: GpuId, methods: str, culprit: str = "") -> Notice:
     text = f"the driver has given it up, and asks for: {methods.replace(',', ', ')}"
     # A reason is shown to everybody, so it names no process; events are for those who may see details.
     return Notice(gpu, "wedged", text + by, Finding(gpu, Source.UEVENT, Condition.UNHEALTHY, text, lasting=True))
+
+
+def unbound(gpu: GpuId) -> Notice:
+    """Its driver has let it go: whatever comes back is to be found anew, and may be back before anybody looks."""
+    return Notice(gpu, "unbound", "its driver has let it go", recovered=True)
 
 
 SMI_VM_FAULT: Final = 1

@@ -2,8 +2,9 @@
 
 For all that a scan can find an event's content decides nothing: it says that a full scan is due, so a lost, doubled or
 undecodable event costs a scan and no truth. Events come in storms (a partition switch moves dozens of devices within a
-second), so a scan waits for a quiet moment, though not for ever. One event's content counts: that a driver has given up
-its GPU, or has recovered it (``WEDGED``, Documentation/gpu/drm-uapi.rst), for no file says so.
+second), so a scan waits for a quiet moment, though not for ever. Some contents count: that a driver has given up its
+GPU or has recovered it (``WEDGED``, Documentation/gpu/drm-uapi.rst), for no file says so; and that one has let its GPU
+go, for it may have it again before anybody looks.
 
 Reads are done when the socket is readable, on the event loop: no thread, no blocking read.
 """
@@ -46,30 +47,30 @@ _PCI_FUNCTION: Final = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]
 
 
 @dataclass(frozen=True, slots=True)
-class Wedged:
-    """A driver has given up its GPU, or has recovered it."""
+class DriverWord:
+    """What a driver has said of its GPU: that it has given it up, has recovered it, or (by going) has let it go."""
 
     pci_address: str
-    methods: str
-    """What would bring it back, as the kernel has it: ``rebind,bus-reset``; ``none``: it is back."""
-    culprit: str
+    wedged: str | None
+    """What would bring it back, as the kernel has it: ``rebind,bus-reset``; ``none``: it is back. None: let go."""
+    culprit: str = ""
     """The process that was at work, for people; empty where the kernel does not say."""
 
 
 class UeventWatch:
-    """Calls ``changed`` once after each storm of events, and ``wedged`` at once. ``seen`` counts events by (subsystem,
+    """Calls ``changed`` once after each storm of events, and ``said`` at once. ``seen`` counts events by (subsystem,
     action), both of closed sets: ``other`` is one that neither has."""
 
     def __init__(
         self,
         changed: Callable[[], Awaitable[None]],
-        wedged: Callable[[Wedged], None] = lambda event: None,
+        said: Callable[[DriverWord], None] = lambda word: None,
         *,
         quiet_s: float = QUIET_S,
         longest_storm_s: float = LONGEST_STORM_S,
     ) -> None:
         self._changed = changed
-        self._wedged = wedged
+        self._said = said
         self._quiet_s = quiet_s
         self._longest_storm_s = longest_storm_s
         self._heard = asyncio.Event()
@@ -122,13 +123,16 @@ class UeventWatch:
         subsystem, action = str(device.subsystem), str(device.action)
         known = subsystem if subsystem in SUBSYSTEMS else "other", action if action in ACTIONS else "other"
         self.seen[known] += 1
-        if subsystem != "drm" or action != "change" or (methods := device.properties.get("WEDGED")) is None:
-            return
-        if not (functions := _PCI_FUNCTION.findall(device.device_path.partition("/drm/")[0])):
-            log.warning("%s is wedged (%s), which is no PCI device", device.device_path, methods)
-            return
-        pid, task = (device.properties.get(key, "") for key in ("PID", "TASK"))
-        self._wedged(Wedged(functions[-1], methods, f"{task or '?'}, pid {pid}" if pid else task))
+        parent, card, _ = device.device_path.partition("/drm/card")
+        functions = _PCI_FUNCTION.findall(parent)
+        if subsystem != "drm" or not card or not functions:
+            return  # a partition's card is no PCI device's; what goes wrong with its GPU is said at the GPU's
+        methods = device.properties.get("WEDGED")
+        if action == "remove":
+            self._said(DriverWord(functions[-1], None))
+        elif action == "change" and methods is not None:
+            pid, task = (device.properties.get(key, "") for key in ("PID", "TASK"))
+            self._said(DriverWord(functions[-1], methods, f"{task or '?'}, pid {pid}" if pid else task))
 
 
 def _clear_error(fd: int) -> None:

@@ -333,6 +333,14 @@ METRICS: Final = (
         ("collector",),
         "Unix time of the last sample that worked.",
     ),
+    Metric(
+        "amdvgpu_uevents_total",
+        "counter",
+        "",
+        ("subsystem", "action"),
+        "Kernel events heard: subsystem drm, kfd, pci, platform; action add, remove, change, bind, unbind, move, "
+        "online, offline, other; other and unreadable: one that could not be read, which costs a scan.",
+    ),
     Metric("amdvgpu_ready", "gauge", "", (), "1 once the first scan is done."),
     Metric("amdvgpu_watchers", "gauge", "", (), "Clients that wait for events."),
     Metric(
@@ -466,6 +474,8 @@ class Metrics:
         self._sample = _Sample({}, False, 0.0)
         self._sampled_s: float | None = None
         self._reconciled_s: float | None = None
+        self.uevents: Mapping[tuple[str, str], int] = {}
+        """Kernel events heard, by (subsystem, action); whoever hears them counts them here."""
         self.health_checks: Callable[[], Mapping[str, bool]] = dict
         """Whether each source of health answered at its last look; whoever puts the daemon together sets it."""
         self._cdi_written_s: float | None = None
@@ -723,6 +733,10 @@ class Metrics:
         page.family(
             "amdvgpu_health_check_success",
             [f"{labels_text(('check',), (name,))} {int(ok)}" for name, ok in sorted(self.health_checks().items())],
+        )
+        page.family(
+            "amdvgpu_uevents_total",
+            [f"{labels_text(('subsystem', 'action'), key)} {n}" for key, n in sorted(self.uevents.items())],
         )
         page.family("amdvgpu_ready", [f" {int(view.ready)}"])
         page.family("amdvgpu_watchers", [f" {watchers}"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 import pytest
@@ -38,7 +38,7 @@ class Bench:
 
     standings: Standings = field(default_factory=lambda: NOBODY)
     now_s: float = 100.0
-    history: list[str] = field(default_factory=list)
+    policy: Policy = POLICY
 
     def look(
         self,
@@ -56,7 +56,7 @@ class Bench:
         findings = tuple(Finding(gpus[0], source, condition, reason, lasting) for condition, reason in said)
         found = {gpus[0]: {Count(name): value for name, value in counts.items()}}
         look = Look(whole, frozenset(gpus), findings, found, frozenset({gpus[0]} if recovered else ()))
-        self.standings = judge(self.standings, look, self.now_s, POLICY)
+        self.standings = judge(self.standings, look, self.now_s, self.policy)
         return str(self.verdict(gpus[0]).condition)
 
     def verdict(self, gpu: GpuId = A) -> Health:
@@ -147,6 +147,14 @@ def test_a_lasting_fault_stands_until_the_reset_is_over(bench: Bench) -> None:
     assert [bench.look() for _ in range(4)] == ["unhealthy"] * 4
     bench.look(whole=False, recovered=True)
     assert [bench.look() for _ in range(3)] == ["unhealthy", "unhealthy", "healthy"]
+
+
+def test_where_nobody_looks_the_end_of_a_reset_counts_at_once() -> None:
+    bench = Bench(policy=replace(POLICY, good_looks=0))
+    lost = (Condition.UNHEALTHY, "the kernel has given it up")
+    assert bench.look(lost, whole=False, lasting=True) == "unhealthy"
+    assert bench.look(whole=False) == "unhealthy"
+    assert bench.look(whole=False, recovered=True) == "healthy"
 
 
 def test_a_source_that_says_another_thing_means_the_other_thing(bench: Bench) -> None:

@@ -20,7 +20,7 @@ from amdvgpud.host.udev import UeventWatch
 from tests.uevents import seem_to_have_udevd, send_uevent as send
 
 seem_to_have_udevd()
-scans, wedged = [], []
+scans, said = [], []
 
 async def changed():
     scans.append(time.monotonic())
@@ -31,7 +31,7 @@ async def until(condition):
             await asyncio.sleep(0.01)
 
 async def main():
-    watch = UeventWatch(changed, wedged.append, quiet_s=0.2, longest_storm_s=2.0)
+    watch = UeventWatch(changed, said.append, quiet_s=0.2, longest_storm_s=2.0)
     task = asyncio.create_task(watch.run())
     await asyncio.sleep(0.2)
     print(json.dumps(await scenario(watch)))
@@ -84,18 +84,21 @@ async def scenario(watch):
 
 
 @pytest.mark.root
-def test_a_wedged_gpu_is_told_at_once_by_its_pci_address() -> None:
+def test_what_a_driver_says_of_its_gpu_is_told_at_once_by_the_pci_address() -> None:
     told, before_the_scan = in_a_corner(f"""
 async def scenario(watch):
     send("change", "{GPU}", HOTPLUG="1")
     send("change", "{GPU}", WEDGED="rebind,bus-reset", PID="77", TASK="python3")
     send("change", "/devices/platform/amdgpu_xcp_3/drm/card9", WEDGED="none")
-    await until(lambda: wedged)
+    send("remove", "/devices/platform/amdgpu_xcp_3/drm/card9")
+    send("remove", "{GPU.replace("card1", "renderD128")}")
+    send("remove", "{GPU}")
+    await until(lambda: len(said) == 2)
     early = not scans
     await until(lambda: scans)
-    return [[(w.pci_address, w.methods, w.culprit) for w in wedged], early]
+    return [[(w.pci_address, w.wedged, w.culprit) for w in said], early]
 """)
-    assert told == [["0000:05:00.0", "rebind,bus-reset", "python3, pid 77"]]
+    assert told == [["0000:05:00.0", "rebind,bus-reset", "python3, pid 77"], ["0000:05:00.0", None, ""]]
     assert before_the_scan
 
 

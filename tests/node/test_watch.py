@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from amdvgpud.core.errors import HostFailure
-from amdvgpud.core.health import Condition, Count, Finding, Policy, Source, Standings, smi_notice, wedged
+from amdvgpud.core.health import Condition, Count, Finding, Policy, Source, Standings, smi_notice, unbound, wedged
 from amdvgpud.core.model import GpuId, Inventory
 from amdvgpud.node import Node
 from amdvgpud.ports import Examination
@@ -151,6 +151,15 @@ async def test_a_wedged_gpu_takes_no_new_slice_until_it_has_recovered(bench: Ben
         await bench.watch.pulse()
     assert bench.conditions()[bench.first] == "healthy"
     assert [kind for kind, _ in bench.told()] == ["gpu.wedged", "gpu.unhealthy", "gpu.recovered", "gpu.healthy"]
+
+
+async def test_a_gpu_whose_driver_has_let_it_go_meanwhile_is_found_anew(bench: Bench) -> None:
+    """Bound again before anybody looked, it was never missing."""
+    await bench.watch.pulse()
+    await bench.watch.hear([wedged(bench.first, "rebind"), unbound(bench.first)])
+    for _ in range(2):
+        await bench.watch.pulse()
+    assert bench.conditions()[bench.first] == "healthy"
 
 
 async def test_a_recovery_alone_is_told_and_nothing_more(bench: Bench) -> None:

@@ -311,6 +311,7 @@ async def _full(make_desk: Any) -> Any:
     desk.metrics.kubelet_devices("amd.com/gpu", [True, False])
     await desk.node.set_health({GPU0: Health(Condition.DEGRADED, "hot", "smi", 5.0)})
     desk.metrics.health_checks = lambda: {"sysfs": True}
+    desk.metrics.uevents = {("drm", "add"): 3}
     await desk.node.tick()
     inside = Belonging((SliceName("alice"),))
     desk.kernel_says(KernelProcess(99, 5, belonging=inside, vram_bytes={1000: 1}, cu_occupancy={1000: 9}))
