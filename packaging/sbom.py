@@ -29,6 +29,7 @@ OWN = "amdvgpud"
 OWN_LICENCE = "Apache-2.0"
 
 SPDX_OF = {
+    "3-clause bsd license": "BSD-3-Clause",
     "apache 2.0": "Apache-2.0",
     "apache software license": "Apache-2.0",
     "apache-2.0": "Apache-2.0",

@@ -32,6 +32,8 @@ class Plugin:
     updates: list[list[pb.Device]] = field(default_factory=list)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+    broken: str = ""
+    """How the stream of devices was broken off, if it was."""
 
     @property
     def healthy(self) -> list[str]:
@@ -53,8 +55,8 @@ class Plugin:
             async for answer in watch(pb.Empty()):
                 self.updates.append(list(answer.devices))
                 self.changed.set()
-        except grpc.aio.AioRpcError:
-            pass
+        except grpc.aio.AioRpcError as error:
+            self.broken = error.code().name
         finally:
             self.ended.set()
 
@@ -104,6 +106,9 @@ class Kubelet:
         for path in self.dir.iterdir():
             if path.name != "kubelet_internal_checkpoint":
                 path.unlink()
+        await self._open()
+
+    async def _open(self) -> None:
         self.pod_resources_socket.parent.mkdir(exist_ok=True)
         await self._serve(
             self.dir / "kubelet.sock", "v1beta1.Registration", Register=(self._register, pb.RegisterRequest, pb.Empty)
@@ -130,9 +135,13 @@ class Kubelet:
             await server.stop(0)
         self._servers.clear()
 
-    async def restart(self) -> None:
+    async def restart(self, *, tidy: bool = True) -> None:
+        """``tidy`` False: one that leaves what others have in the directory."""
         await self.stop()
-        await self.start()
+        if tidy:
+            await self.start()
+        else:
+            await self._open()
 
     async def registered(self, *names: str, within_s: float = 10) -> Plugin:
         """The plugin of the last of ``names``, once all are registered and have shown their devices."""

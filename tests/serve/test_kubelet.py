@@ -175,6 +175,37 @@ async def test_it_registers_again_when_the_kubelet_restarts(desk: Desk, plugins_
         assert len(list(plugins_dir.glob("amdvgpud-*.sock"))) == 1
 
 
+async def test_it_registers_again_with_a_kubelet_that_leaves_its_socket_alone(desk: Desk, plugins_dir: Path) -> None:
+    async with a_kubelet(plugins_dir) as kubelet, running(a_plugin(desk, plugins_dir)):
+        await kubelet.registered(GPU)
+        await kubelet.restart(tidy=False)
+        await kubelet.registered(GPU, within_s=5)
+
+
+async def test_a_kubelet_that_takes_it_and_does_not_listen_is_told_again(
+    desk: Desk, plugins_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def hurry(seconds: float) -> None:
+        await asyncio.sleep(0.001)
+
+    plugin = DevicePlugin(
+        desk.node,
+        lambda: (TenSlots(),),
+        KubeletSettings(plugins_dir, look_s=1),
+        desk.metrics,
+        PodResources(plugins_dir.parent / "pod-resources" / "kubelet.sock"),
+        sleep=hurry,
+    )
+    async with a_kubelet(plugins_dir, listens=False) as kubelet, running(plugin), asyncio.timeout(20):
+        while len(kubelet.registrations) < 3:
+            await asyncio.sleep(0.01)
+    warnings = [
+        r.getMessage() for r in caplog.records if r.name == "amdvgpud.serve.kubelet" and r.levelname == "WARNING"
+    ]
+    (warning,) = warnings
+    assert warning.endswith("the kubelet took the registration and did not ask for devices in 8 s")
+
+
 async def test_it_registers_again_when_only_its_own_socket_goes(desk: Desk, plugins_dir: Path) -> None:
     async with a_kubelet(plugins_dir) as kubelet, running(a_plugin(desk, plugins_dir)):
         first = await kubelet.registered(GPU)
@@ -263,7 +294,7 @@ async def test_streams_end_and_the_socket_goes_when_it_is_stopped(desk: Desk, pl
             plugin = await kubelet.registered(GPU)
         async with asyncio.timeout(5):
             await plugin.ended.wait()
-    assert not (plugins_dir / plugin.request.endpoint).exists()
+    assert (plugin.broken, (plugins_dir / plugin.request.endpoint).exists()) == ("", False)
 
 
 async def test_a_resource_that_fails_does_not_keep_the_others_out(desk: Desk, plugins_dir: Path) -> None:
