@@ -94,8 +94,14 @@ e2e-image:
 stubs: build/.tested
 	$(BIN)/python amdvgpud/serve/pb/generate.py
 
+# make charts   the Helm chart with Helm's own engine and Kubernetes' schemas; renews packaging/kubernetes/amdvgpud.yaml
 # make e2e-k8s  a cluster of one real node (kubelet, kube-apiserver, etcd, kube-scheduler, containerd), simulated GPUs, pods
 #               (root, Go; the first time about 20 minutes; tests/e2e/k8s/README.md)
-.PHONY: e2e-k8s
+.PHONY: charts e2e-k8s
+charts: build/.tested
+	$(BIN)/pip install --quiet --group charts
+	$(BIN)/python packaging/kubernetes/render.py
+	AMDVGPU_E2E=charts $(BIN)/pytest tests/packaging/charts tests/packaging/test_manifests.py $(ARGS)
+
 e2e-k8s: build/.tested
 	AMDVGPU_E2E=k8s $(BIN)/pytest tests/e2e/k8s $(ARGS)

@@ -40,7 +40,9 @@ def script() -> Callable[[str], ModuleType]:
     """``script("sbom")``: packaging/sbom.py as a module."""
 
     def load(name: str) -> ModuleType:
-        spec = importlib.util.spec_from_file_location(f"packaging_{name}", REPOSITORY / "packaging" / f"{name}.py")
+        spec = importlib.util.spec_from_file_location(
+            f"packaging_{name.replace('/', '_')}", REPOSITORY / "packaging" / f"{name}.py"
+        )
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
@@ -49,3 +51,9 @@ def script() -> Callable[[str], ModuleType]:
         return module
 
     return load
+
+
+@pytest.fixture(scope="session")
+def manifests(script: Callable[[str], ModuleType]) -> ModuleType:
+    """packaging/kubernetes/render.py."""
+    return script("kubernetes/render")

@@ -31,7 +31,11 @@ NODE: Final = "node-1"
 IMAGE: Final = "docker.io/library/glibc:1"
 CONTAINERD: Final = "/run/containerd/containerd.sock"
 ADMIN: Final = "an-administrators-token"
-_TOKENS: Final = f'{ADMIN},admin,admin,"system:masters"\na-kubelets-token,system:node:{NODE},kubelet,"system:nodes"\n'
+_TOKENS: Final = f"""{ADMIN},admin,admin,"system:masters"
+a-kubelets-token,system:node:{NODE},kubelet,"system:nodes"
+a-schedulers-token,kube-scheduler,kube-scheduler,"system:masters"
+hamis-token,hami-scheduler,hami-scheduler,"system:masters"
+"""
 
 _TUNABLES: Final = {"kernel/panic": 10, "kernel/panic_on_oops": 1, "vm/overcommit_memory": 1, "vm/panic_on_oom": 0}
 """Of the kernel, as a kubelet wants them: it would set them for the whole machine. There files say so already."""
@@ -106,9 +110,10 @@ class Cluster:
         for line in (
             "mount -t tmpfs -o mode=755 var-lib /var/lib",
             "mount -t tmpfs -o mode=755 var-log /var/log",
-            "mkdir -p /var/lib/kubelet /var/lib/etcd /run/containerd",
+            "mkdir -p /var/lib/kubelet /var/lib/etcd /run/containerd /run/tunables",
+            "mount -t tmpfs tunables /run/tunables",
             *(
-                f"echo {value} > /run/{Path(at).name} && mount --bind /run/{Path(at).name} /proc/sys/{at}"
+                f"file=/run/tunables/$(basename {at}); echo {value} > $file; mount --bind $file /proc/sys/{at}"
                 for at, value in _TUNABLES.items()
             ),
         ):
@@ -120,6 +125,8 @@ class Cluster:
         cluster = Cluster(corner, bin_folder, folder, Api(ports["api"], folder / "ca.crt", ADMIN), ports)
         cluster.kubeconfig("admin", ADMIN)
         cluster.kubeconfig("kubelet", "a-kubelets-token")
+        cluster.kubeconfig("kube-scheduler", "a-schedulers-token")
+        cluster.kubeconfig("hami-scheduler", "hamis-token")
         return cluster
 
     def kubeconfig(self, name: str, token: str) -> Path:
@@ -167,7 +174,13 @@ class Cluster:
         )  # fmt: skip
 
     def start_apiserver(self) -> None:
+        """It keeps all that is written to pods and nodes, but for what the kubelet says: see :meth:`written`."""
         at = self.folder
+        kept: dict[str, Any] = {"level": "Request", "verbs": ["patch", "create"], "omitStages": ["RequestReceived"]}
+        kept["resources"] = [{"group": "", "resources": ["nodes", "pods", "pods/binding"]}]
+        rules = [{"level": "None", "users": [f"system:node:{NODE}", "admin"]}, kept, {"level": "None"}]
+        policy = {"apiVersion": "audit.k8s.io/v1", "kind": "Policy", "rules": rules}
+        (at / "audit-policy.json").write_text(json.dumps(policy))
         self.start(
             "kube-apiserver", str(self.bin / "kube-apiserver"), f"--etcd-servers=http://127.0.0.1:{self.ports['etcd']}",
             "--bind-address=127.0.0.1", f"--secure-port={self.ports['api']}", f"--cert-dir={at}",
@@ -177,16 +190,31 @@ class Cluster:
             "--service-account-issuer=https://kubernetes.default.svc", "--service-cluster-ip-range=10.0.0.0/24",
             # Without a controller manager nobody makes service accounts, and nobody takes a new node's taint away.
             "--disable-admission-plugins=ServiceAccount,TaintNodesByCondition", "--endpoint-reconciler-type=none",
-            "--allow-privileged", "--profiling=false",
+            "--allow-privileged", "--profiling=false", f"--audit-policy-file={at}/audit-policy.json",
+            f"--audit-log-path={at}/audit.log",
         )  # fmt: skip
         self.ready("kube-apiserver", lambda: self.api.call("GET", "/readyz", text=True) == "ok")
+
+    def written(self) -> list[tuple[str, str, Any]]:
+        """(who, "verb resource/name", body) of each write that succeeded. Each program has a name of its own."""
+        events = [json.loads(line) for line in (self.folder / "audit.log").read_text().splitlines()]
+        return [
+            (
+                event["user"]["username"].split(":")[-1],
+                f"{event['verb']} "
+                + "/".join(filter(None, map(event["objectRef"].get, ("resource", "name", "subresource")))),
+                event.get("requestObject"),
+            )
+            for event in events
+            if event["responseStatus"]["code"] < 300
+        ]
 
     def start_scheduler(self, extender: Mapping[str, Any] | None = None) -> None:
         """kube-scheduler for pods that name default-scheduler or, with HAMi's ``extender``, hami-scheduler."""
         configuration = {
             "apiVersion": "kubescheduler.config.k8s.io/v1",
             "kind": "KubeSchedulerConfiguration",
-            "clientConnection": {"kubeconfig": str(self.folder / "admin.kubeconfig")},
+            "clientConnection": {"kubeconfig": str(self.folder / "kube-scheduler.kubeconfig")},
             "leaderElection": {"leaderElect": False},
             "podInitialBackoffSeconds": 1,
             "podMaxBackoffSeconds": 2,
@@ -211,7 +239,7 @@ class Cluster:
             "hami-scheduler", str(program), f"--http_bind=127.0.0.1:{self.ports['hami']}",
             f"--cert_file={at}/server.crt", f"--key_file={at}/server.key", "--scheduler-name=hami-scheduler",
             f"--metrics-bind-address=127.0.0.1:{self.ports['hami-metrics']}", f"--device-config-file={at}/hami.json",
-            "-v=4", KUBECONFIG=str(self.kubeconfig("hami", ADMIN)),
+            "-v=4", KUBECONFIG=f"{at}/hami-scheduler.kubeconfig",
         )  # fmt: skip
         url = f"https://127.0.0.1:{self.ports['hami']}"
         self.ready("hami-scheduler", lambda: self.port_open("hami"))

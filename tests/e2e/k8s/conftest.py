@@ -9,14 +9,19 @@ from pathlib import Path
 from typing import Final
 
 import pytest
+import yaml
 
 from tests.e2e.conftest import _corner
+from tests.e2e.k8s.api import Api
 from tests.e2e.k8s.cluster import IMAGE, Cluster
 
 # On demand: it compiles a kubelet. Asked for, it runs or fails; not asked for, its files are not even read.
 collect_ignore_glob = [] if "k8s" in os.environ.get("AMDVGPU_E2E", "").split(",") else ["test_*.py"]
+if not os.environ.get("AMDVGPU_E2E_HAMI"):
+    collect_ignore_glob.append("test_hami.py")
 
 HERE: Final = Path(__file__).resolve().parent
+MANIFESTS: Final = HERE.parents[2] / "packaging/kubernetes/amdvgpud.yaml"
 
 
 @pytest.fixture(scope="session")
@@ -42,3 +47,15 @@ def cluster(
             yield made
         finally:
             made.end()
+
+
+@pytest.fixture(scope="session")
+def account(cluster: Cluster) -> Api:
+    """The API as the manifests' service account has it: with their roles, by a token that the API server made."""
+    for item in yaml.safe_load_all(MANIFESTS.read_text()):
+        if item["kind"] == "ServiceAccount" or "Role" in item["kind"]:
+            cluster.api.apply_object(item)
+    path = "/api/v1/namespaces/kube-system/serviceaccounts/amdvgpud/token"
+    token = cluster.api.call("POST", path, {"spec": {"expirationSeconds": 7200}})["status"]["token"]
+    cluster.kubeconfig("amdvgpud", token)
+    return Api(cluster.api.port, cluster.api.ca, token)

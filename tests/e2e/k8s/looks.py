@@ -1,0 +1,37 @@
+"""What the tests look at again and again: how a pod ended, what its process said."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from typing import Any, Final
+
+from tests.e2e.k8s.api import eventually
+from tests.e2e.k8s.cluster import Cluster
+
+GIB: Final = 2**30
+
+
+def answers(log: str, op: str, *keys: str) -> list[tuple[Any, ...]]:
+    lines = [json.loads(line) for line in log.splitlines() if line.startswith("{")]
+    return [tuple(line[key] for key in keys) for line in lines if line.get("op") == op]
+
+
+def ended(cluster: Cluster, name: str) -> str:
+    """Waits for the end of the pod and gives how it ended."""
+    phases = ("Succeeded", "Failed")
+    eventually(f"the end of {name}", lambda: cluster.api.pod(name)["status"]["phase"] in phases)
+    phase: str = cluster.api.pod(name)["status"]["phase"]
+    return phase
+
+
+def written(cluster: Cluster, name: str) -> bool:
+    """Whether the pod's log is a whole JSON object yet."""
+    return cluster.log_of(name).rstrip().endswith("}")
+
+
+def removed(cluster: Cluster, *names: str) -> None:
+    for name in names:
+        cluster.api.delete_pod(name)
+    for name in names:
+        eventually(f"{name} to be gone", partial(cluster.api.gone, name))

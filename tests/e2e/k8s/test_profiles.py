@@ -1,0 +1,85 @@
+"""Pods that ask for a profile: the real kubelet allocates, containerd injects, a process in the pod is held."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import Final
+
+import pytest
+
+from tests.e2e.k8s.api import eventually
+from tests.e2e.k8s.cluster import Cluster, daemon, pod
+from tests.e2e.k8s.looks import GIB, answers, ended, removed, written
+
+pytestmark = [pytest.mark.root, pytest.mark.timeout(3000)]
+
+PROFILE: Final = "amdvgpu.io/25c-48g"
+
+
+@pytest.fixture(scope="module")
+def served(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[float]:
+    """Seconds from the registration until the API said that the resource is allocatable."""
+    file = tmp_path_factory.mktemp("profiles") / "amdvgpud.toml"
+    file.write_text(
+        'simulate = "2*mi300x"\ntick_s = 0.2\nkubelet.mode = ["profiles"]\n'
+        'kubelet.profiles.25c-48g = {compute = "25%", vram = "48GiB"}\n'
+    )
+    with daemon(cluster, "--config", str(file)) as running:
+        eventually("the registration", lambda: "registered with the kubelet" in running.log.read_text(), 30)
+        registered_s = time.monotonic()
+        eventually("the profile", lambda: cluster.allocatable(PROFILE), 30)
+        yield time.monotonic() - registered_s
+
+
+@pytest.mark.usefixtures("served")
+def test_each_gpu_offers_what_fits(cluster: Cluster) -> None:
+    """Of 192 GiB the driver keeps some, so there are three times 48 for a pod."""
+    assert cluster.allocatable(PROFILE) == 6
+
+
+@pytest.mark.usefixtures("served")
+def test_a_process_of_the_pod_is_held_to_its_quota(cluster: Cluster) -> None:
+    cluster.api.create_pod(pod("held", "kfdclient", "--step", "16G", limits={PROFILE: 1}))
+    assert ended(cluster, "held") == "Succeeded"
+    log = cluster.log_of("held")
+    assert answers(log, "gpu", "total") == [(48 * GIB,)]
+    assert answers(log, "alloc", "result") == [("ok",), ("ok",), ("ok",), ("ENOMEM",)]
+    removed(cluster, "held")
+
+
+@pytest.mark.usefixtures("served")
+def test_two_pods_have_compute_units_of_their_own(cluster: Cluster) -> None:
+    script = "cat /run/amdvgpu/*/slice.json; sleep infinity"
+    for name in ("one", "two"):
+        cluster.api.create_pod(pod(name, "sh", "-c", script, limits={PROFILE: 1}))
+    masks = []
+    for name in ("one", "two"):
+        eventually("the pod's slice", partial(written, cluster, name))
+        (gpu,) = json.loads(cluster.log_of(name))["gpus"]
+        masks.append((gpu["kfd_gpu_id"], int(gpu["cu_mask"], 16)))
+    (first_gpu, first), (second_gpu, second) = masks
+    assert [first.bit_count(), second.bit_count()] == [64, 64]  # whole rows: 25 % of 304, rounded down
+    assert first_gpu != second_gpu or not first & second
+    removed(cluster, "one", "two")
+
+
+@pytest.mark.usefixtures("served")
+def test_the_kubelet_comes_back_and_finds_all_again(cluster: Cluster) -> None:
+    cluster.api.create_pod(pod("stays", "sh", "-c", "kfdclient --count 1; sleep infinity", limits={PROFILE: 1}))
+    eventually("the pod's process", lambda: answers(cluster.log_of("stays"), "end", "held"))
+    eventually("the pod to run", lambda: cluster.api.pod("stays")["status"]["phase"] == "Running")
+    cluster.programs["kubelet"].end()
+    cluster.start_kubelet()
+    eventually("the profile again", lambda: cluster.allocatable(PROFILE) == 6, 30)
+    cluster.api.create_pod(pod("next", "kfdclient", "--count", "1", limits={PROFILE: 1}))
+    assert ended(cluster, "next") == "Succeeded"
+    assert cluster.api.pod("stays")["status"]["phase"] == "Running"
+    removed(cluster, "stays", "next")
+
+
+def test_what_is_registered_is_allocatable_within_two_seconds(served: float) -> None:
+    """Of which the kubelet's own status takes half a second here."""
+    assert served < 2
