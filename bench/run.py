@@ -39,8 +39,10 @@ from amdvgpud.core.model import (
     slice_name,
 )
 from amdvgpud.core.plan import place
+from amdvgpud.host.health import SysfsHealth
 from amdvgpud.host.kfd import KernelFigures
 from amdvgpud.host.procs import SliceMounts
+from amdvgpud.host.sysfs import SysfsReader
 from amdvgpud.sim.models import parse_simulation
 from amdvgpud.sim.tree import build_tree
 
@@ -219,6 +221,22 @@ def idle_rss_mib() -> float:
         return int(status.split("VmRSS:")[1].split()[0]) / 1024
 
 
+def look_ms() -> float:
+    """Each render node opened, each error counter read: what a pulse costs, but for the child that opens /dev/kfd."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        root = Path(folder) / "machine"
+        build_tree(parse_simulation("8*mi300x-cpx"), root)
+        inventory = SysfsReader(root).read_inventory()
+        for gpu in inventory.gpus:
+            ras = root / "sys/bus/pci/devices" / gpu.pci_address / "ras"
+            ras.mkdir()
+            for block in range(16):
+                (ras / f"block{block}_err_count").write_text("ue: 0\nce: 0\n")
+        began_s = time.perf_counter()
+        SysfsHealth(root).look(inventory)
+        return (time.perf_counter() - began_s) * 1000
+
+
 class Faults:
     """How soon a fault shows in API and metrics alike: a daemon with a pulse of 1 s, in a corner of its own."""
 
@@ -340,6 +358,7 @@ def main() -> int:
         Benchmark("one placement, 8 GPUs x 64 slices", "ms", 2.0, placement_ms),
         Benchmark("create a slice by REST, p99", "ms", 25.0, create_p99_ms),
         Benchmark("/metrics, 8 GPUs x 64 slices", "ms", 30.0, busy.metrics_ms),
+        Benchmark("one look at 8 GPUs in CPX", "ms", 50.0, look_ms),
         Benchmark("a GPU that its driver gives up, from the uevent", "s", 1.0, faults.wedged_s),
         Benchmark("a GPU that is unplugged, from the uevent", "s", 1.0, faults.unplugged_s),
         Benchmark("a GPU that breaks without an event, pulse of 1 s", "s", 1.2, faults.without_event_s),

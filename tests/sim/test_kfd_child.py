@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import subprocess
+import sys
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -14,6 +17,7 @@ import pytest
 from amdvgpud.core.errors import HostFailure
 from amdvgpud.core.health import Condition, Notice
 from amdvgpud.core.model import Inventory
+from amdvgpud.host import kfd_child
 from amdvgpud.host.smi import KfdChildren, Listening
 from amdvgpud.host.sysfs import SysfsReader
 from amdvgpud.sim.driver import SimulatedDriver
@@ -170,3 +174,31 @@ async def test_a_child_that_cannot_be_started_is_said(bench: MakeBench) -> None:
     children = KfdChildren(made.inventory, made.hear, python="/nowhere/python")
     with pytest.raises(HostFailure, match="cannot be started"):
         await children.examine(made.inventory())
+
+
+def test_a_child_ends_with_its_standard_input_which_is_with_the_daemon_however_that_ends(machine: MachineOf) -> None:
+    made = machine("rx7900xtx")
+    gpu_id = SysfsReader(made.root, name_tables=()).read_inventory().gpus[0].partitions[0].kfd_gpu_id
+    daemon = subprocess.Popen(
+        [sys.executable, "-c", DAEMON, str(kfd_child.__file__), str(gpu_id)],
+        env=made.environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with daemon:
+        assert daemon.stdout is not None
+        pid = int(daemon.stdout.readline())
+        assert daemon.stdout.readline() == "open ok\n"
+        daemon.kill()
+    deadline = time.monotonic() + 60
+    while Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+DAEMON = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-I", "-S", *sys.argv[1:]], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+print(child.pid, child.stdout.readline().decode(), sep="\\n", end="", flush=True)
+child.wait()
+"""
