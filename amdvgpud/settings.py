@@ -446,7 +446,8 @@ class Settings:
         "nodes",
         _word("nodes", "cdi"),
         "How a container gets its slice: 'nodes' (device nodes, mounts and variables, which every kubelet and runtime "
-        "knows) or 'cdi' (CDI names: kubelet 1.29 or later and a runtime with CDI switched on, which nobody tells us).",
+        "knows) or 'cdi' (CDI names, and with them amdvgpu-hook: kubelet 1.29 or later and a runtime with CDI switched "
+        "on, which nobody tells us).",
     )
     kubelet_take_over: bool = _setting(
         "kubelet.take_over",
@@ -513,7 +514,20 @@ def read_settings(environment: Mapping[str, str], flags: Mapping[str, str], file
             wrong.append(Invalid(f"{error.detail} (from {origin})", error.fields))
     if wrong:
         raise Invalid("\n".join(w.detail for w in wrong), tuple(f for w in wrong for f in w.fields))
-    return Settings(**values, origin={key: origin for key, (_, origin) in given.items()})  # type: ignore[arg-type]
+    settings = Settings(**values, origin={key: origin for key, (_, origin) in given.items()})  # type: ignore[arg-type]
+    _check_delivery(settings)
+    return settings
+
+
+def _check_delivery(settings: Settings) -> None:
+    """What only the hook can do must not be asked for where the hook does not come along."""
+    wanted = [key for key, on in (("hook.required", settings.hook_required),) if on]
+    wanted += [f"images.policy = {settings.images_policy!r}"] if settings.images_policy != "show" else []
+    if wanted and settings.kubelet_delivery == "nodes" and {"profiles", "hami"} & set(settings.kubelet_mode):
+        raise Invalid.field(
+            "kubelet.delivery",
+            f"'nodes' brings no hook into pods, which {' and '.join(wanted)} needs: set it to 'cdi'",
+        )
 
 
 def shown(settings: Settings) -> dict[str, object]:

@@ -139,3 +139,38 @@ def test_partition_targets_are_a_list_or_a_text_with_commas_and_are_checked_at_o
     for text in ("CPX", "all=CPXX", "all=", "all=CPX/4"):
         with pytest.raises(Invalid, match=r"partition\.target"):
             read_settings({}, {"partition.target": text})
+
+
+@pytest.mark.parametrize(
+    ("flags", "refused"),
+    [
+        ({"kubelet.mode": "profiles", "images.policy": "refuse"}, "images.policy = 'refuse'"),
+        ({"kubelet.mode": "hami", "hook.required": "true"}, "hook.required"),
+        ({"kubelet.mode": "hami", "hook.required": "true", "kubelet.delivery": "cdi"}, None),
+        ({"kubelet.mode": "whole", "images.policy": "refuse"}, None),
+        ({"images.policy": "refuse"}, None),
+    ],
+)
+def test_what_needs_the_hook_is_refused_where_pods_get_none(
+    flags: dict[str, str], refused: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "amdvgpud.toml").touch()
+    if refused is None:
+        read_settings({}, flags, tmp_path / "amdvgpud.toml")
+        return
+    with pytest.raises(Invalid) as error:
+        read_settings({}, flags, tmp_path / "amdvgpud.toml")
+    assert f"'nodes' brings no hook into pods, which {refused} needs" in error.value.detail
+
+
+def test_profiles_are_a_table_in_a_file_and_a_text_elsewhere(tmp_path: Path) -> None:
+    file = tmp_path / "amdvgpud.toml"
+    file.write_text(
+        'kubelet.mode = ["profiles"]\n[kubelet.profiles]\n25c-48g = {compute = "25%", vram = "48GiB", count = 4}\n'
+    )
+    written = read_settings({}, {}, file)
+    assert shown(written)["kubelet.profiles"] == ["25c-48g=25%:48GiB:4"]
+    told = read_settings({"AMDVGPUD_KUBELET_PROFILES": "25c-48g=25%:48GiB:4"}, {"kubelet.mode": "off"}, file)
+    assert (told.kubelet_profiles, told.kubelet_mode) == (written.kubelet_profiles, ())
+    with pytest.raises(Invalid, match="'hami' and 'whole' both offer"):
+        read_settings({}, {"kubelet.mode": "hami,whole"}, file)
