@@ -267,6 +267,10 @@ def _health_policy(settings: Settings) -> Policy:
     )
 
 
+def _in_cluster(settings: Settings) -> bool:
+    return bool(settings.kubelet_mode) or settings.kube_labels
+
+
 def _kubelet(settings: Settings, parts: Parts) -> Kubelet:
     # gRPC takes 0.1 s and 28 MB: for those only who have a kubelet.
     from amdvgpud.kubernetes import Kubelet
@@ -317,9 +321,10 @@ def rehearse(settings: Settings) -> None:
     if settings.library is not None and not settings.library.is_file():
         raise Invalid.field("library", f"{str(settings.library)!r} is no file")
     _api_settings(settings)
-    if settings.kubelet_mode and importlib.util.find_spec("grpc") is None:
-        raise Invalid.field("kubelet.mode", "needs gRPC, which is not here: install amdvgpud[kubernetes]")
-    if "hami" in settings.kubelet_mode:
+    if _in_cluster(settings) and importlib.util.find_spec("grpc") is None:
+        field = "kubelet.mode" if settings.kubelet_mode else "kube.labels"
+        raise Invalid.field(field, "needs gRPC, which is not here: install amdvgpud[kubernetes]")
+    if "hami" in settings.kubelet_mode or settings.kube_labels:
         read_access(settings.kube_config, os.environ)
     CdiFile(
         settings.cdi_dir,
@@ -380,7 +385,7 @@ class Daemon:
         self._supervisor = supervisor
         self._stop = asyncio.Event()
         self._parts = assemble(settings)
-        self._kubelet = _kubelet(settings, self._parts) if settings.kubelet_mode else None
+        self._kubelet = _kubelet(settings, self._parts) if _in_cluster(settings) else None
         self._guard = Guard(
             self._parts.node,
             self._parts.figures,

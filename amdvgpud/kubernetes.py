@@ -1,4 +1,4 @@
-"""What speaks with a cluster, put together: imported, and gRPC with it, only where ``kubelet.mode`` asks for it.
+"""What speaks with a cluster, put together: imported, and gRPC with it, only where the settings ask for it.
 
 Beside :mod:`amdvgpud.cli`, which puts the rest together.
 """
@@ -21,6 +21,7 @@ from amdvgpud.ports import CdiSpecs
 from amdvgpud.serve.hami import HamiSettings, HamiSide
 from amdvgpud.serve.hami import withdraw as hami_withdraw
 from amdvgpud.serve.kubeapi import KubeApi, read_access
+from amdvgpud.serve.labels import keep_labels
 from amdvgpud.serve.metrics import Metrics
 from amdvgpud.serve.podresources import PodResources
 from amdvgpud.serve.pods import PodWatch
@@ -83,6 +84,7 @@ class Kubelet:
         self._plugin = DevicePlugin(
             node, lambda: [resource for offer in self._offers for resource in offer()], door, metrics, pod_resources
         )
+        self._labelled = cluster_api(settings, environment) if settings.kube_labels else None
         self._hami: _Hami | None = None
         if "hami" in settings.kubelet_mode:
             api, name = cluster_api(settings, environment)
@@ -132,6 +134,14 @@ class Kubelet:
             tasks.create_task(self._plugin.run(), name="device plugin")
             if self._hami is not None:
                 tasks.create_task(self._hami.run(), name="hami")
+            if self._labelled is not None:
+                tasks.create_task(self._label(*self._labelled), name="node labels")
+
+    async def _label(self, api: KubeApi, name: str) -> None:
+        try:
+            await keep_labels(api, name, lambda: self._node.view().inventory)
+        finally:
+            await api.close()
 
 
 class _Hami:

@@ -461,6 +461,12 @@ class Settings:
     kube_node_name: str = _setting(
         "kube.node_name", "", _text, "This cluster node's name; empty: NODE_NAME if it is set, else the host's name."
     )
+    kube_labels: bool = _setting(
+        "kube.labels",
+        False,
+        _flag,
+        "Label this cluster node by what GPUs it has, as AMD's node labeller does: amd.com/gpu.vram=192G and so on.",
+    )
     hami_mode: str = _setting(
         "hami.mode",
         "",

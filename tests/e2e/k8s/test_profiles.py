@@ -10,6 +10,7 @@ from typing import Final
 
 import pytest
 
+from tests.e2e.conftest import BIN
 from tests.e2e.k8s.api import eventually
 from tests.e2e.k8s.cluster import Cluster, daemon, pod
 from tests.e2e.k8s.looks import GIB, answers, ended, removed, written
@@ -32,6 +33,10 @@ def served(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         registered_s = time.monotonic()
         eventually("the profile", lambda: cluster.allocatable(PROFILE), 30)
         yield time.monotonic() - registered_s
+
+
+def offers(cluster: Cluster, count: int) -> bool:
+    return cluster.allocatable(PROFILE) == count
 
 
 @pytest.mark.usefixtures("served")
@@ -64,6 +69,14 @@ def test_two_pods_have_compute_units_of_their_own(cluster: Cluster) -> None:
     assert [first.bit_count(), second.bit_count()] == [64, 64]  # whole rows: 25 % of 304, rounded down
     assert first_gpu != second_gpu or not first & second
     removed(cluster, "one", "two")
+
+
+@pytest.mark.usefixtures("served")
+def test_a_gpu_that_is_unhealthy_offers_nothing_until_it_is_well(cluster: Cluster) -> None:
+    for word, left in (("unhealthy", 3), ("none", 6)):
+        done = cluster.corner.run(str(BIN / "amdvgpuctl"), "gpu", "health", "1", "--override", word)
+        assert done.code == 0, done.output
+        eventually(f"{left} to be allocatable", partial(offers, cluster, left), 10)
 
 
 @pytest.mark.usefixtures("served")

@@ -30,6 +30,7 @@ VALUES: dict[str, dict[str, Any]] = {
         "mode": ["hami", "profiles"],
         "splitCount": 4,
         "takeOver": True,
+        "nodeLabels": True,
         "settings": {"rest.tcp_details": True, "tick_s": 1, "metrics.compat": ["hami"]},
         "simulate": "2*mi300x",
         "kubeletDir": "/var/lib/k0s/kubelet",
