@@ -193,7 +193,18 @@ def until(what: str, holds: Callable[[], bool]) -> None:
 
 def _serve(corner: Corner, folder: Path) -> Iterator[Served]:
     log = folder / "log"
-    options = ("--simulate", SIMULATED, "--state-dir", str(folder), "--rest-tcp", "", "--tick-s", str(TICK_S))
+    options = (
+        "--simulate",
+        SIMULATED,
+        "--state-dir",
+        str(folder),
+        "--rest-tcp",
+        "",
+        "--tick-s",
+        str(TICK_S),
+        "--kernel-sample-s",
+        "1",
+    )
     daemon = corner.start_outside(str(BIN / "amdvgpud"), *options, log=log)
     served = Served(corner, log)
     try:

@@ -261,3 +261,29 @@ def test_the_file_is_where_everybody_looks_and_readable(served: Any) -> None:
     file: Path = served.corner.path("/run/cdi/amdvgpu.io-slice.json")
     assert [p.name for p in file.parent.iterdir()] == [file.name]
     assert file.stat().st_mode & 0o7777 == 0o644
+
+
+def test_a_container_that_has_taken_its_gate_out_is_told_by_the_kernels_figures(served: Any) -> None:
+    """It may mount, and takes ld.so.preload away. What stands for the kernel here it preloads itself. Beside it one
+    with the gate, which is no news."""
+    served.settle()
+    preload = served.corner.container(["alice"], "cat", "/etc/ld.so.preload").output.split()
+    (kernel,) = (path for path in preload if "softkfd" in path)
+    hold = "/bin/kfdclient --step 1G --count 1 --hold"
+    evade = f"umount /etc/ld.so.preload && sleep 60 | LD_PRELOAD={kernel} {hold}"
+    for name, script, rights in (("without", evade, ("--cap-add", "SYS_ADMIN")), ("with", f"sleep 60 | {hold}", ())):
+        where = ("--device", "amdvgpu.io/slice=alice", served.corner.cgroup_parent)
+        started = served.corner.podman(
+            "run", "--rm", "--detach", "--name", name, *where, *rights, IMAGE, "sh", "-c", script
+        )
+        assert started.code == 0, started.output
+
+    def figures() -> list[Any]:
+        (share,), seen = served.usage("alice")["shares"], served.usage("alice")["unmanaged_processes"]
+        return [share["used_bytes"], share["driver_bytes"], share["untracked_bytes"], seen]
+
+    served.eventually(figures, [GIB, 2 * GIB, GIB, 1])
+    shown = served.ctl("slice", "show", "alice").output
+    assert [line.split()[-1] for line in shown.splitlines() if "kfdclient" in line] == ["yes", "no"]
+    assert served.corner.podman("rm", "--force", "--time", "0", "without", "with").code == 0
+    served.eventually(figures, [0, 0, 0, 0])
