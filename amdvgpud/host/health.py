@@ -11,12 +11,15 @@ Sources: ``amdgpu_ras.c`` (``ras/*_err_count``, ``gpu_vram_bad_pages``), ``amdgp
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -28,6 +31,10 @@ from amdvgpud.ports import Examination
 UNTELLING: Final = frozenset({errno.EBUSY, errno.EAGAIN, errno.EPERM, errno.EACCES})
 """A driver in the midst of a reset or a partition switch answers so: not 'gone', and not 'well' either."""
 
+LOOK_S: Final = 15.0
+"""A look at one GPU takes a millisecond; a driver that does not answer for so long hangs. Guessed."""
+
+_T = TypeVar("_T")
 _TOPOLOGY: Final = "sys/class/kfd/kfd/topology"
 _ERROR_COUNT: Final = re.compile(r"^\s*(ue|ce)\s*:\s*(\d+)\s*$", re.ASCII | re.MULTILINE)
 _AER_TOTAL: Final = re.compile(r"^TOTAL_ERR_(?:FATAL|NONFATAL|COR)\s+(\d+)\s*$", re.ASCII | re.MULTILINE)
@@ -46,6 +53,24 @@ def open_node(path: Path) -> int:
     return os.open(path, os.O_RDWR | os.O_CLOEXEC)
 
 
+def _in_a_thread(work: Callable[[], _T]) -> asyncio.Future[_T]:
+    """In a thread that keeps nobody from ending: a read that a driver never answers ends with the process only."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[_T] = loop.create_future()
+
+    def run() -> None:
+        settle: Callable[[], None]
+        try:
+            settle = partial(future.set_result, work())
+        except Exception as error:
+            settle = partial(future.set_exception, error)
+        with contextlib.suppress(RuntimeError):  # the daemon has ended meanwhile
+            loop.call_soon_threadsafe(settle)
+
+    threading.Thread(target=run, name="look", daemon=True).start()
+    return future
+
+
 class SysfsHealth:
     """The built-in check on a directory that holds ``sys/`` and ``dev/``.
 
@@ -60,31 +85,51 @@ class SysfsHealth:
         *,
         read: Callable[[Path], str] = read_text,
         open_node: Callable[[Path], int] = open_node,
+        look_s: float = LOOK_S,
     ) -> None:
         self._root = root
+        self._look_s = look_s
+        self._pending: dict[str, asyncio.Future[Any]] = {}
         self._read = read
         self._open_node = open_node
 
     async def examine(self, inventory: Inventory) -> Examination:
-        """In a thread: a driver in trouble lets its readers wait."""
-        return await asyncio.to_thread(self.look, inventory)
-
-    def look(self, inventory: Inventory) -> Examination:
+        """Each GPU in a thread of its own: a driver that hangs keeps its readers, and must not keep the others' too."""
         if not inventory.gpus:
             return Examination()
-        findings: list[Finding] = []
-        counts: dict[GpuId, Mapping[Count, int]] = {}
-        stale = self._generation() != inventory.generation_id
-        for gpu in inventory.gpus:
-            if (trouble := self._trouble(gpu)) is not None:
-                findings.append(trouble)
-            if self._asleep(gpu):
-                continue
-            # What only says that something is gone, or was cut anew, is for a scan to say.
-            stale |= trouble is not None and trouble.condition is Condition.UNHEALTHY
-            stale |= self._mode(gpu) not in (None, gpu.compute_partition)
-            counts[gpu.id] = dict(self._counts(gpu))
-        return Examination(tuple(findings), counts, stale)
+        generation = await self._bounded("the KFD's topology", self._generation)
+        looks = await asyncio.gather(*(self._of_gpu(gpu) for gpu in inventory.gpus))
+        return Examination(
+            tuple(finding for look in looks for finding in look.findings),
+            {gpu: counts for look in looks for gpu, counts in look.counts.items()},
+            generation != inventory.generation_id or any(look.stale for look in looks),
+        )
+
+    async def _of_gpu(self, gpu: Gpu) -> Examination:
+        try:
+            return await self._bounded(gpu.id, lambda: self._look_at(gpu))
+        except HostFailure as error:
+            return Examination((Finding(gpu.id, Source.PULSE, Condition.UNHEALTHY, f"its driver hangs: {error}"),))
+
+    async def _bounded(self, what: str, work: Callable[[], _T]) -> _T:
+        """``HostFailure`` when it takes too long. It cannot be taken back; the next look waits for the same one."""
+        pending = self._pending.get(what) or self._pending.setdefault(what, _in_a_thread(work))
+        await asyncio.wait({pending}, timeout=self._look_s)
+        if not pending.done():
+            raise HostFailure(f"a look at {what} has not ended after {self._look_s:g} s")
+        self._pending.pop(what, None)  # another look may have waited for it too, and be done with it
+        result: _T = pending.result()
+        return result
+
+    def _look_at(self, gpu: Gpu) -> Examination:
+        trouble = self._trouble(gpu)
+        findings = () if trouble is None else (trouble,)
+        if self._asleep(gpu):
+            return Examination(findings)
+        # What only says that something is gone, or was cut anew, is for a scan to say.
+        gone = trouble is not None and trouble.condition is Condition.UNHEALTHY
+        stale = gone or self._mode(gpu) not in (None, gpu.compute_partition)
+        return Examination(findings, {gpu.id: dict(self._counts(gpu))}, stale)
 
     def _generation(self) -> int:
         try:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -34,7 +37,7 @@ class Bench:
         self.inventory: Inventory = SysfsReader(root, name_tables=()).read_inventory()
 
     def look(self) -> Examination:
-        return self.check.look(self.inventory)
+        return asyncio.run(self.check.examine(self.inventory))
 
     def found(self) -> list[tuple[Condition, str]]:
         look = self.look()
@@ -139,10 +142,10 @@ def test_a_card_that_sleeps_is_not_woken(bench: MakeBench) -> None:
         return made.driver.open_node(path)
 
     check = SysfsHealth(made.root, read=reading, open_node=opening)
-    assert check.look(made.inventory) == Examination()
+    assert asyncio.run(check.examine(made.inventory)) == Examination()
     assert (read, opened) == ({"generation_id", "runtime_status", "gpu_id"}, [])
     (made.root / "dev/dri/renderD128").unlink()
-    assert [f.condition for f in check.look(made.inventory).findings] == [Condition.UNHEALTHY]
+    assert [f.condition for f in asyncio.run(check.examine(made.inventory)).findings] == [Condition.UNHEALTHY]
 
 
 def test_counters_are_sums_over_their_files(bench: MakeBench) -> None:
@@ -195,8 +198,47 @@ def test_a_topology_that_cannot_be_read_is_a_check_that_cannot_run(bench: MakeBe
         made.look()
 
 
+async def test_a_driver_that_hangs_keeps_one_thread_and_makes_its_own_gpu_unhealthy(bench: MakeBench) -> None:
+    made = bench("2*mi210")
+    answers = threading.Event()
+    asked: list[str] = []
+
+    def opening(path: Path) -> int:
+        asked.append(path.name)
+        if path.name == "renderD128":
+            answers.wait(60)
+        return made.driver.open_node(path)
+
+    check = SysfsHealth(made.root, read=made.driver.read, open_node=opening, look_s=0.3)
+    first = made.inventory.gpus[0].id
+    for _ in range(2):
+        look = await check.examine(made.inventory)
+        assert [(f.gpu, f.condition, f.reason) for f in look.findings] == [
+            (first, Condition.UNHEALTHY, f"its driver hangs: a look at {first} has not ended after 0.3 s")
+        ]
+    assert sorted(asked) == ["renderD128", "renderD129", "renderD129"]
+    answers.set()
+    check = SysfsHealth(made.root, read=made.driver.read, open_node=opening)
+    assert (await check.examine(made.inventory)).findings == ()
+
+
+async def test_looks_at_the_same_time_are_one(bench: MakeBench) -> None:
+    made = bench("2*mi210")
+    opened: list[str] = []
+
+    def opening(path: Path) -> int:
+        opened.append(path.name)
+        time.sleep(0.05)
+        return made.driver.open_node(path)
+
+    check = SysfsHealth(made.root, read=made.driver.read, open_node=opening)
+    looks = await asyncio.gather(*(check.examine(made.inventory) for _ in range(3)))
+    assert [look.findings for look in looks] == [(), (), ()]
+    assert sorted(opened) == ["renderD128", "renderD129"]
+
+
 def test_a_machine_without_gpus_has_nothing_to_look_at(tmp_path: Path) -> None:
-    assert SysfsHealth(tmp_path).look(Inventory()) == Examination()
+    assert asyncio.run(SysfsHealth(tmp_path).examine(Inventory())) == Examination()
 
 
 # --------------------------------------------------------------------------------------------------------- memory
