@@ -258,6 +258,7 @@ class StandingsFile:
     def save(self, standings: Standings) -> None:
         new = self._path.with_name(f".{self._path.name}.new")
         try:
+            new.touch(0o600)
             new.write_bytes(msgspec.json.encode(_Kept(self._boot_id(), dict(standings))))
             new.rename(self._path)  # not synced: it need not outlive the machine's present run
         except OSError as error:

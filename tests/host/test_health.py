@@ -255,6 +255,7 @@ def test_what_was_found_outlives_the_daemon_and_not_the_machines_run(tmp_path: P
     standings = {gpu: Standing(health, 1, 2.0, (fault,), {Count.UNCORRECTABLE: Tally(3, ((1.0, 3),))})}
     kept.save(standings)
     assert StandingsFile(tmp_path / "health.json", boot_id=boot_id).load() == standings
+    assert (tmp_path / "health.json").stat().st_mode & 0o777 == 0o600
     boot_id.write_text("two\n")
     assert kept.load() == {}
 
