@@ -610,9 +610,11 @@ async def _serve(settings: Settings, read_again: Callable[[], Settings]) -> None
             signal.signal(number, hear)
         await daemon.run()
     finally:
-        # The interpreter gives signals their deadly default back before it has ended: a second one must not make a
-        # failure of an end as asked.
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+        # The interpreter gives signals that have a handler their deadly default back before it has ended, and leaves
+        # those alone that are ignored: a second one must not make a failure of an end as asked. Blocking them would do
+        # for this thread only, and one that waits for a child is there until the end.
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
         os.close(lock)
 
 
