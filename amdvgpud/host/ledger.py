@@ -24,7 +24,7 @@ import stat
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -45,6 +45,7 @@ from amdvgpud.core.model import (
     Usage,
 )
 from amdvgpud.core.render import slice_environment
+from amdvgpud.host.procs import start_ticks
 
 log = logging.getLogger(__name__)
 
@@ -366,8 +367,8 @@ def _read_usage(name: SliceName, raw: bytes, policy: _Policy, damaged: str | Non
             total = sums[index]
             total[_USED] += used[gpu.kfd_gpu_id]
             total[_PEAK] = max(total[_PEAK], min(cell[_PEAK], gpu.bound_bytes))
-            for field in (_ALLOCATIONS, _FREES, _DENIALS, _DENIED):
-                total[field] += cell[field]
+            for counter in (_ALLOCATIONS, _FREES, _DENIALS, _DENIED):
+                total[counter] += cell[counter]
         if not slot.reclaiming:
             processes.append(ProcessUsage(slot.index, slot.pid, slot.start_ticks, slot.pid_namespace, used))
     past_at = int(ffi.offsetof("struct avg_ledger", "past")) // _WORD
@@ -409,6 +410,8 @@ class Processes:
     every container's, and each has a pid 1: only the start time tells whether a slot's owner may be among them."""
     own_namespace: int
     """0: /proc cannot be believed at all."""
+    pids: Mapping[tuple[int, int], int] = field(default_factory=dict, compare=False)
+    """(innermost pid, start time) -> pid as this /proc counts it."""
 
     def gone(self, slot_pid: int, slot_namespace: int, start_ticks: int, reclaiming: bool) -> bool:
         """Whether the slot's owner is certainly dead.
@@ -437,6 +440,7 @@ def read_processes(proc: Path = Path("/proc")) -> Processes:
     if own == 0 or not (proc / "1").exists():
         return Processes({}, frozenset(), 0)
     starts: dict[tuple[int, int], int] = {}
+    pids: dict[tuple[int, int], int] = {}
     veiled = set()
     for entry in proc.iterdir():
         if not entry.name.isdecimal():
@@ -454,11 +458,12 @@ def read_processes(proc: Path = Path("/proc")) -> Processes:
         numbers = next((ln.split()[1:] for ln in status.splitlines() if ln.startswith("NSpid:")), [entry.name])
         pid = int(numbers[-1])
         namespace = own if len(numbers) == 1 else _namespace_of(entry)
+        pids[pid, int(fields[19])] = int(entry.name)
         if namespace:
             starts[namespace, pid] = int(fields[19])
         else:
             veiled.add((pid, int(fields[19])))
-    return Processes(starts, frozenset(veiled), own)
+    return Processes(starts, frozenset(veiled), own, pids)
 
 
 def _namespace_of(entry: Path) -> int:
@@ -496,6 +501,8 @@ class LedgerFiles:
         self._damaged: dict[SliceName, str] = {}
         self._quiet: dict[SliceName, tuple[bytes, Usage]] = {}
         """Slices in which nobody is, as they were last read: (what :meth:`_glance` saw before, the picture)."""
+        self._seen_alive: dict[SliceName, dict[_SlotView, int]] = {}
+        """Slots whose owners lived at the last look, with their pids as our /proc has them."""
 
     def prepare(self) -> None:
         """The directory of slices, on its own size-limited tmpfs. ``HostFailure``: not even the directory.
@@ -563,6 +570,7 @@ class LedgerFiles:
             _discard(old)
         self._damaged.pop(name, None)
         self._quiet.pop(name, None)
+        self._seen_alive.pop(name, None)
 
     def mountpoints(self, names: Sequence[str]) -> str:
         """A directory that holds an empty one for each of ``names`` and nothing else, for a mount at the place where a
@@ -616,10 +624,12 @@ class LedgerFiles:
             words = memoryview(self._read_whole(fd, name, policy)).cast("Q")
             # The ledger is read before /proc: who has a slot in the picture was there before we looked for the living.
             owned = [slot for slot, _ in _slots(words, len(policy.gpus))]
-            if not owned:
+            if all(self._still_lives(name, slot) for slot in owned):
                 return 0
             living = read_processes(self._proc)
             dead = [s for s in owned if living.gone(s.pid, s.pid_namespace, s.start_ticks, s.reclaiming)]
+            there = {s: living.pids.get((s.pid, s.start_ticks)) for s in owned if s not in dead}
+            self._seen_alive[name] = {slot: pid for slot, pid in there.items() if pid is not None}
             if not dead:
                 return 0
             with mmap.mmap(fd, len(words) * _WORD) as mapped, memoryview(mapped) as view:
@@ -628,6 +638,11 @@ class LedgerFiles:
                     given += self._clear(base, slot, policy, living.own_namespace, name)
                 del base
         return _bounded(given)
+
+    def _still_lives(self, name: SliceName, slot: _SlotView) -> bool:
+        """Whether the owner that was found alive before is there still: one file instead of all of /proc."""
+        pid = None if slot.reclaiming else self._seen_alive.get(name, {}).get(slot)
+        return pid is not None and start_ticks(pid, self._proc) == slot.start_ticks
 
     def _glance(self, name: SliceName) -> bytes | None:
         """Identity, size and head of the ledger; None where it cannot be read.

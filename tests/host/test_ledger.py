@@ -40,6 +40,7 @@ from amdvgpud.core.model import (
     slice_name,
 )
 from amdvgpud.host.ledger import LedgerFiles, Processes, read_processes, write_slice
+from amdvgpud.host.procs import start_ticks
 
 GIB = 1 << 30
 ALICE = slice_name("alice")
@@ -670,3 +671,28 @@ def test_a_guest_that_writes_a_gibibyte_into_its_ledger_harms_nobody_else(files:
     files.write(a_slice(name="carol"), an_inventory())  # makes itself room by cutting alice's ledger back
     assert files.usage(ALICE).damaged == "the ledger was grown to 4149248 bytes instead of 18432"
     bob.close()
+
+
+def test_while_all_owners_live_no_more_of_proc_is_read_than_theirs(
+    files: LedgerFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = []
+
+    def counted(proc: Path) -> Processes:
+        looks.append(proc)
+        return read_processes(proc)
+
+    monkeypatch.setattr("amdvgpud.host.ledger.read_processes", counted)
+    files.write(a_slice(), an_inventory())
+    slots = Slots(files.slices / "alice/guest/ledger")
+    pid, namespace, start = own_identity()
+    slots.claim(0, pid, namespace, start, GIB)
+    assert [files.reclaim(ALICE) for _ in range(3)] == [0, 0, 0]
+    assert len(looks) == 1
+    with subprocess.Popen(["sleep", "60"]) as other:
+        slots.claim(1, other.pid, namespace, start_ticks(other.pid) or 0, 2 * GIB)
+        assert [files.reclaim(ALICE) for _ in range(3)] == [0, 0, 0]
+        assert len(looks) == 2
+        other.kill()
+    assert [files.reclaim(ALICE), files.reclaim(ALICE), len(looks)] == [2 * GIB, 0, 3]
+    slots.close()
