@@ -18,14 +18,23 @@
 
 struct stream {
   int end, file;
+  uint32_t gpu_id;
   off_t at; /* the next line begins here */
   uint64_t mask;
 };
+
+/* False: closed by all who had it. Logged here and not at the ask, so that who has seen it may send what the mask admits. */
+static bool take_mask(struct stream *s, int flags) {
+  ssize_t n = recv(s->end, &s->mask, sizeof s->mask, flags);
+  if (n > 0) soft_log("\"op\":\"SMI_EVENTS\",\"gpu\":%u,\"mask\":\"%llx\"", s->gpu_id, (unsigned long long)s->mask);
+  return n > 0 || (n < 0 && errno == EAGAIN);
+}
 
 static void pass_lines(struct stream *s) {
   char block[4096], *line = block, *end;
   ssize_t n = pread(s->file, block, sizeof block - 1, s->at);
   if (n <= 0) return;
+  take_mask(s, MSG_DONTWAIT); /* one that was written before these lines were */
   block[n] = 0;
   for (; (end = strchr(line, '\n')); line = end + 1) {
     unsigned long event = strtoul(line, NULL, 16);
@@ -40,7 +49,7 @@ static void *follow(void *argument) {
     struct pollfd p = {s->end, POLLIN, 0};
     int ready = poll(&p, 1, LOOK_MS);
     if (ready < 0 && errno != EINTR) break;
-    if (ready > 0 && recv(s->end, &s->mask, sizeof s->mask, 0) <= 0) break; /* closed by all who had it */
+    if (ready > 0 && !take_mask(s, 0)) break;
     pass_lines(s);
   }
   close(s->end);
@@ -67,6 +76,7 @@ int soft_smi_events(struct kfd_ioctl_smi_events_args *a) {
   }
   s->at = lseek(s->file, 0, SEEK_END);
   s->end = ends[1];
+  s->gpu_id = a->gpuid;
   if (pthread_create(&thread, NULL, follow, s)) {
     close(ends[0]), close(ends[1]), close(s->file);
     free(s);
@@ -74,6 +84,5 @@ int soft_smi_events(struct kfd_ioctl_smi_events_args *a) {
   }
   pthread_detach(thread);
   a->anon_fd = ends[0];
-  soft_log("\"op\":\"SMI_EVENTS\",\"gpu\":%u", a->gpuid);
   return 0;
 }
