@@ -45,8 +45,27 @@ static ElfW(Addr) runtime;              /* where the runtime that we are bound t
 
 /* ----------------------------------------------------------------------------------------------- writing to a page */
 
-/* Store a word that lies in a read-only page of `object`: made writable for that moment. Aligned, so whole for whoever
- * reads it meanwhile. */
+/* The page that is writable for us at this moment, and what it was. Neighbouring words are written one after the other, so
+ * it stays open until another page is wanted. */
+static struct { ElfW(Addr) page; long length; int protection; } opened;
+
+static void close_page(void) {
+    if (opened.length) AVG_SYS(mprotect, opened.page, opened.length, opened.protection, 0);
+    opened.length = 0;
+}
+
+static int open_page(ElfW(Addr) at, int protection) {
+    if (opened.length && at - opened.page < (ElfW(Addr))opened.length) return 0;
+    close_page();
+    opened.page = at & ~4095UL, opened.length = 4096; /* the start of a page of 4 KiB; with larger pages the kernel says EINVAL ... */
+    if (!AVG_SYS(mprotect, opened.page, opened.length, protection | PROT_WRITE, 0)) return opened.protection = protection, 0;
+    opened.page = at & ~PAGE_MASK, opened.length = PAGE_MASK + 1; /* ... and this is one of theirs */
+    if (!AVG_SYS(mprotect, opened.page, opened.length, protection | PROT_WRITE, 0)) return opened.protection = protection, 0;
+    opened.length = 0;
+    return -1;
+}
+
+/* Store a word of `object`, in a read-only page or not. Aligned, so whole for whoever reads it meanwhile. */
 static int store(const struct dl_phdr_info *object, ElfW(Addr) *at, ElfW(Addr) value) {
     ElfW(Addr) here = (ElfW(Addr))at;
     int protection = -1;
@@ -58,19 +77,7 @@ static int store(const struct dl_phdr_info *object, ElfW(Addr) *at, ElfW(Addr) v
             protection = (part->p_flags & PF_R ? PROT_READ : 0) | (part->p_flags & PF_W ? PROT_WRITE : 0) | (part->p_flags & PF_X ? PROT_EXEC : 0);
         if (part->p_type == PT_GNU_RELRO) protection = PROT_READ;
     }
-    if (protection < 0) return -1;
-    if (!(protection & PROT_WRITE)) {
-        ElfW(Addr) page = here & ~4095UL; /* the start of a page of 4 KiB; with larger pages the kernel says EINVAL ... */
-        long length = 4096;
-        if (AVG_SYS(mprotect, page, length, protection | PROT_WRITE, 0)) {
-            page = here & ~PAGE_MASK; /* ... and this is one of theirs */
-            length = PAGE_MASK + 1;
-            if (AVG_SYS(mprotect, page, length, protection | PROT_WRITE, 0)) return -1;
-        }
-        __atomic_store_n(at, value, __ATOMIC_RELEASE);
-        AVG_SYS(mprotect, page, length, protection, 0);
-        return 0;
-    }
+    if (protection < 0 || (!(protection & PROT_WRITE) && open_page(here, protection))) return -1;
     __atomic_store_n(at, value, __ATOMIC_RELEASE);
     return 0;
 }
@@ -82,6 +89,7 @@ struct dynamic {
     const char *strings;
     const ElfW(Rela) *tables[2]; /* of the GOT at large, and of lazy calls */
     size_t bytes[2];
+    const uint32_t *hash;
 };
 
 static const void *absolute(const struct dl_phdr_info *object, ElfW(Addr) address) {
@@ -99,6 +107,7 @@ static int read_dynamic(const struct dl_phdr_info *object, struct dynamic *found
         case DT_RELA: found->tables[0] = absolute(object, entry->d_un.d_ptr); break;
         case DT_RELASZ: found->bytes[0] = entry->d_un.d_val; break;
         case DT_JMPREL: found->tables[1] = absolute(object, entry->d_un.d_ptr); break;
+        case DT_GNU_HASH: found->hash = absolute(object, entry->d_un.d_ptr); break;
         case DT_PLTRELSZ: found->bytes[1] = entry->d_un.d_val; break;
         }
     return found->symbols && found->strings;
@@ -120,12 +129,22 @@ static int in_text(const struct dl_phdr_info *object, ElfW(Addr) address) {
     return 0;
 }
 
+/* Whether an object may import one of our names. What it imports stands in its symbol table before the first hashed symbol, so
+ * a compiler's library with half a million relocations is passed over by a look at its few hundred imports. But a program at
+ * a fixed place may hash an import: its own stub is then that function's address for all. */
+static int may_import(const struct dl_phdr_info *object, const struct dynamic *parts) {
+    if (!parts->hash || !object->dlpi_addr) return 1;
+    for (uint32_t i = 1; i < parts->hash[1]; i++)
+        if (name_of(parts->strings + parts->symbols[i].st_name) >= 0) return 1;
+    return object->dlpi_addr == runtime;
+}
+
 /* Exchange the import slots of one object. A slot that holds anything but the runtime's address, or the object's own
  * stub, is left alone: another interposer's, or of an object that is just being loaded, which will find ours by itself.
  * The runtime's own calls to itself go on to its own functions. */
 static void exchange_slots(const struct dl_phdr_info *object) {
     struct dynamic parts;
-    if (!read_dynamic(object, &parts)) return;
+    if (!read_dynamic(object, &parts) || !may_import(object, &parts)) return;
     int own = object->dlpi_addr == runtime;
     for (int t = 0; t < 2; t++)
         for (size_t i = 0; parts.tables[t] && i < parts.bytes[t] / sizeof(ElfW(Rela)); i++) {
@@ -213,6 +232,7 @@ void avg_front_look(void) {
             dl_iterate_phdr(find_runtime, &found);
             if (found && !runtime) off = 1; /* neither will change its mind */
             if (runtime) dl_iterate_phdr(visit, NULL);
+            close_page();
         }
     }
     __atomic_store_n(&busy, 0, __ATOMIC_RELEASE);

@@ -14,6 +14,7 @@
 #include "../src/kfd.h"
 #include "../src/os.h"
 #include "../src/process.h"
+#include "../src/standalone.h"
 
 enum { SUCCESS = 0, OUT_OF_MEMORY = 2, TOO_LARGE = 720 };
 #define MULTIPROCESSORS 63          /* hipDeviceAttributeMultiprocessorCount, the same in all four */
@@ -61,26 +62,9 @@ static uint64_t hex(const char **text) {
 
 /* domain << 32 | bus << 8 | device << 3 of KFD node `node`; UINT64_MAX where that cannot be read. */
 static uint64_t address_of_node(uint32_t node) {
-    char path[128], text[4096], *end = path + sizeof path - 1;
-    char *at = avg_put(path, end, "/sys/devices/virtual/kfd/kfd/topology/nodes/");
-    avg_put(avg_put_number(at, end, node), end, "/properties");
-    int fd = avg_open_as_program(path, O_RDONLY);
-    if (fd < 0) return UINT64_MAX;
-    long length = AVG_SYS(read, fd, text, sizeof text - 1, 0);
-    avg_close(fd);
-    if (length <= 0) return UINT64_MAX;
-    text[length] = 0;
-    uint64_t location = UINT64_MAX, domain = 0;
-    for (const char *line = text; *line;) {
-        const char *value = line;
-        while (*value && *value != ' ' && *value != '\n') value++;
-        if (*value == ' ') value++;
-        if (avg_starts(line, "location_id ")) location = avg_number(&value);
-        else if (avg_starts(line, "domain ")) domain = avg_number(&value);
-        while (*line && *line != '\n') line++;
-        if (*line) line++;
-    }
-    return location == UINT64_MAX ? location : domain << 32 | (location & ~7ULL);
+    char text[4096];
+    if (avg_read_node(node, "properties", text, sizeof text) <= 0) return UINT64_MAX;
+    return avg_field(text, "domain") << 32 | (avg_field(text, "location_id") & ~7ULL);
 }
 
 static const struct place *place_of(int device) {
@@ -191,14 +175,12 @@ static int refuse(void *captured) {
     return OUT_OF_MEMORY;
 }
 
-static uint64_t difference(uint64_t a, uint64_t b) { return a > b ? a - b : 0; }
-
 static uint64_t cached_in_pool(void *pool) {
     uint64_t reserved = 0, used = 0;
     if (!pool || !front_real[F_hipMemPoolGetAttribute]) return 0;
     if (REAL(hipMemPoolGetAttribute, void *, int, void *)(pool, POOL_RESERVED, &reserved)) return 0;
     if (REAL(hipMemPoolGetAttribute, void *, int, void *)(pool, POOL_USED, &used)) return reserved; /* may all be free */
-    return difference(reserved, used);
+    return avg_less(reserved, used);
 }
 
 static uint64_t cached_for_graphs(int device) {
@@ -206,7 +188,7 @@ static uint64_t cached_for_graphs(int device) {
     if (!front_real[F_hipDeviceGetGraphMemAttribute]) return 0;
     if (REAL(hipDeviceGetGraphMemAttribute, int, int, void *)(device, GRAPH_RESERVED, &reserved)) return 0;
     if (REAL(hipDeviceGetGraphMemAttribute, int, int, void *)(device, GRAPH_USED, &used)) return reserved;
-    return difference(reserved, used);
+    return avg_less(reserved, used);
 }
 
 static int fits(int device, uint64_t bytes, uint64_t cached) {
@@ -257,22 +239,12 @@ static int ours_hipMallocFromPoolAsync(void **at, size_t bytes, void *pool, void
  * a texture far slower than it should be, and nobody is told. How much VRAM it needs is known only to the runtime (tiling), so it
  * is let run; where the largest piece of VRAM that it asked for on this thread was refused, the array is given back. A slice
  * that may be served by host memory is served by the gate, whose answer is then a yes. */
-struct listener { void *thread; uint64_t bytes; int refused; };
+struct listener { uintptr_t thread; uint64_t bytes; int refused; };
 static struct listener listeners[64];
 int avg_front_listening;
 
-static void *this_thread(void) {
-    void *self;
-#if defined(__x86_64__)
-    __asm__("mov %%fs:0, %0" : "=r"(self));
-#else
-    __asm__("mrs %0, tpidr_el0" : "=r"(self));
-#endif
-    return self;
-}
-
 void avg_front_hear(const struct kfd_alloc_memory *asked, int result) {
-    void *self = this_thread();
+    uintptr_t self = avg_thread();
     if (!(asked->flags & KFD_MEMORY_VRAM)) return;
     for (size_t i = 0; i < sizeof listeners / sizeof *listeners; i++) {
         if (__atomic_load_n(&listeners[i].thread, __ATOMIC_RELAXED) != self || asked->bytes < listeners[i].bytes) continue;
@@ -283,8 +255,8 @@ void avg_front_hear(const struct kfd_alloc_memory *asked, int result) {
 
 static struct listener *listen_in(void) {
     for (size_t i = 0; i < sizeof listeners / sizeof *listeners; i++) {
-        void *nobody = NULL;
-        if (!__atomic_compare_exchange_n(&listeners[i].thread, &nobody, this_thread(), 0, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED)) continue;
+        uintptr_t nobody = 0;
+        if (!__atomic_compare_exchange_n(&listeners[i].thread, &nobody, avg_thread(), 0, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED)) continue;
         listeners[i].refused = 0, listeners[i].bytes = 0;
         __atomic_fetch_add(&avg_front_listening, 1, __ATOMIC_ACQ_REL);
         return &listeners[i];
@@ -296,7 +268,7 @@ static int was_refused(struct listener *listener) {
     if (!listener) return 0;
     int refused = listener->refused;
     __atomic_fetch_sub(&avg_front_listening, 1, __ATOMIC_ACQ_REL);
-    __atomic_store_n(&listener->thread, NULL, __ATOMIC_RELEASE);
+    __atomic_store_n(&listener->thread, 0, __ATOMIC_RELEASE);
     return refused;
 }
 

@@ -270,17 +270,6 @@ int avg_process_has_slices(void) {
     return root >= 0 || avg_env("AMDVGPU_SLICE_DIR");
 }
 
-/* Differs between the threads of a process, and is there before libc has started. No system call. */
-static uintptr_t thread_mark(void) {
-    uintptr_t mark;
-#if defined(__x86_64__)
-    __asm__("mov %%fs:0, %0" : "=r"(mark)); /* the thread's control block begins with its own address */
-#else
-    __asm__("mrs %0, tpidr_el0" : "=r"(mark));
-#endif
-    return mark | 1; /* 0 is a free lock */
-}
-
 struct avg_process *avg_process_enter(int quiet) {
     struct avg_process *process = &kept.process;
     if (__builtin_expect(wiped_on_fork != 1, 0)) {
@@ -293,7 +282,7 @@ struct avg_process *avg_process_enter(int quiet) {
             process->pid = pid;
         }
     }
-    uintptr_t me = thread_mark(), holder = 0;
+    uintptr_t me = avg_thread(), holder = 0;
     for (int naps = 0; !__atomic_compare_exchange_n(&process->lock, &holder, me, 0, __ATOMIC_ACQUIRE, __ATOMIC_RELAXED); naps++, holder = 0) {
         if (holder == me) return NULL; /* we interrupted ourselves: whoever holds it waits for us to return */
         for (int spin = 0; spin < 100 && __atomic_load_n(&process->lock, __ATOMIC_RELAXED); spin++) {

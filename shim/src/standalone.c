@@ -214,7 +214,7 @@ void avg_stand_alone_early(void) {
 
 #define NODES "/sys/devices/virtual/kfd/kfd/topology/nodes/"
 
-static long read_node(uint64_t node, const char *name, char *text, size_t room) {
+long avg_read_node(uint64_t node, const char *name, char *text, size_t room) {
     char path[128], *end = path + sizeof path - 1;
     avg_put(avg_put(avg_put_number(avg_put(path, end, NODES), end, node), end, "/"), end, name);
     int fd = avg_open_as_program(path, O_RDONLY);
@@ -225,8 +225,7 @@ static long read_node(uint64_t node, const char *name, char *text, size_t room) 
     return length;
 }
 
-/* The number behind `name` in a text of "name number" lines; 0 where it is not there. */
-static uint64_t field(const char *text, const char *name) {
+uint64_t avg_field(const char *text, const char *name) {
     size_t length = avg_length(name);
     for (const char *line = text; *line;) {
         if (avg_starts(line, name) && line[length] == ' ') {
@@ -291,25 +290,25 @@ void avg_stand_alone(struct avg_process *process) {
     int found = 0;
     for (uint64_t node = 0; node < 256 && found < AVG_MAX_GPUS; node++) {
         char small[32], properties[4096];
-        if (read_node(node, "gpu_id", small, sizeof small) < 0) {
+        if (avg_read_node(node, "gpu_id", small, sizeof small) < 0) {
             if (node) break; /* nodes are numbered without gaps */
             continue;
         }
         const char *digits = small;
         uint32_t gpu_id = (uint32_t)avg_number(&digits), cell;
-        if (!gpu_id || read_node(node, "properties", properties, sizeof properties) <= 0) continue; /* a CPU, or not ours */
+        if (!gpu_id || avg_read_node(node, "properties", properties, sizeof properties) <= 0) continue; /* a CPU, or not ours */
         if ((cell = cell_of(ledger, gpu_id)) == AVG_MAX_GPUS) continue;
         struct avg_policy_gpu *entry = &policy->gpu[cell];
-        uint64_t per_cu = field(properties, "simd_per_cu");
+        uint64_t per_cu = avg_field(properties, "simd_per_cu");
         entry->kfd_gpu_id = gpu_id;
         entry->kfd_node = (uint32_t)node;
-        entry->cu_count = per_cu ? (uint32_t)(field(properties, "simd_count") / per_cu) : 0;
-        entry->xcc_count = (uint16_t)field(properties, "num_xcc");
-        entry->render_minor = (uint32_t)field(properties, "drm_render_minor");
-        entry->flags = (field(properties, "gfx_target_version") >= 100000 ? AVG_GPU_WGP : 0) | (oversubscribe ? AVG_GPU_OVERSUBSCRIBE : 0);
+        entry->cu_count = per_cu ? (uint32_t)(avg_field(properties, "simd_count") / per_cu) : 0;
+        entry->xcc_count = (uint16_t)avg_field(properties, "num_xcc");
+        entry->render_minor = (uint32_t)avg_field(properties, "drm_render_minor");
+        entry->flags = (avg_field(properties, "gfx_target_version") >= 100000 ? AVG_GPU_WGP : 0) | (oversubscribe ? AVG_GPU_OVERSUBSCRIBE : 0);
         entry->priority = AVG_PRIORITY_NONE;
         char bank[1024];
-        if (read_node(node, "mem_banks/0/properties", bank, sizeof bank) > 0) entry->physical_bytes = field(bank, "size_in_bytes");
+        if (avg_read_node(node, "mem_banks/0/properties", bank, sizeof bank) > 0) entry->physical_bytes = avg_field(bank, "size_in_bytes");
         uint64_t of_all = quota[0] ? quota[0] : quota[1] ? quota[1] : quota[2];
         uint64_t own = !quota[0] && !quota[1] && FIRST_INDEXED + found < LIMITS ? quota[FIRST_INDEXED + found] : 0;
         entry->vram_bytes = own ? own : of_all ? of_all : UINT64_MAX >> 1;

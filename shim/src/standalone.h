@@ -19,4 +19,10 @@ int avg_stands_alone(void);
  * made bars all VRAM, with one line. */
 void avg_stand_alone(struct avg_process *process);
 
+/* The text of a file of KFD node `node`, as the program itself would find it; its length, or -1. */
+long avg_read_node(uint64_t node, const char *name, char *text, size_t room);
+
+/* The number behind `name` in a text of "name number" lines; 0 where it is not there. */
+uint64_t avg_field(const char *text, const char *name);
+
 #endif
