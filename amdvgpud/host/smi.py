@@ -196,7 +196,10 @@ class KfdChildren:
             assert child.stdin is not None  # noqa: S101
             child.stdin.close()
             try:
-                await asyncio.wait_for(child.wait(), _GONE_S)
+                # Not wait_for: until Python 3.12 that loses a cancellation which comes as the child ends, and the daemon
+                # would not end.
+                async with asyncio.timeout(_GONE_S):
+                    await child.wait()
             except (TimeoutError, asyncio.CancelledError) as error:
                 with contextlib.suppress(ProcessLookupError):
                     child.kill()
@@ -204,7 +207,8 @@ class KfdChildren:
                     raise
                 # One that the driver holds dies when that lets it go; nobody waits for it.
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(child.wait(), _GONE_S)
+                    async with asyncio.timeout(_GONE_S):
+                        await child.wait()
 
 
 def _verdict(inventory: Inventory, answer: list[str]) -> Examination:
