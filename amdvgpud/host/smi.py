@@ -196,8 +196,8 @@ class KfdChildren:
             assert child.stdin is not None  # noqa: S101
             child.stdin.close()
             try:
-                # Not wait_for: until Python 3.12 that loses a cancellation which comes as the child ends, and the daemon
-                # would not end.
+                # Not wait_for: until Python 3.12 it loses a cancellation that comes as the child ends, and then the
+                # daemon would not end.
                 async with asyncio.timeout(_GONE_S):
                     await child.wait()
             except (TimeoutError, asyncio.CancelledError) as error:
