@@ -71,7 +71,7 @@ def test_the_gate_and_its_tool_lie_outside_python_and_32_bit_programs_find_a_sta
     site = tmp_path / "usr/lib/amdvgpud/lib/python3/site-packages"
     (site / "amdvgpud/lib32").mkdir(parents=True)
     (tmp_path / "usr/bin").mkdir()
-    files = ("libamdvgpu.so", "libsoftkfd.so", "amdvgpu-ledger", "lib32/libamdvgpu.so")
+    files = ("libamdvgpu.so", "libsoftkfd.so", "amdvgpu-ledger", "amdvgpu-hook", "lib32/libamdvgpu.so")
     for name in files:
         (site / "amdvgpud" / name).write_text(name)
     script("stage")._place_libraries(tmp_path, site)
