@@ -349,16 +349,18 @@ def going_back_to_the_version_before_keeps_the_slices_too() -> None:
         assert (names(), files_of("alice"), used_bytes("alice")) == (["alice"], before, 1 << 30)
 
 
+PODMAN = ("podman", "--runtime=runc", "--cgroup-manager=cgroupfs", "--events-backend=file")
+OPTIONS = ("--rm", "--network=host", "--pids-limit=0", "--device=amdvgpu.io/slice=alice")
+CONTAINER = (*PODMAN, "run", *OPTIONS, "localhost/glibc:1", KFDCLIENT, "--step", "1G", "--free", "--count")
+
+
 @check
 def podman_gives_a_container_its_slice() -> None:
     if not Path("/usr/bin/podman").exists():
         raise Skipped("no podman in this root")
-    podman = ["podman", "--runtime=runc", "--cgroup-manager=cgroupfs", "--events-backend=file"]
-    run(*podman, "import", str(image()), "localhost/glibc:1")
-    options = ["--rm", "--network=host", "--pids-limit=0", "--device=amdvgpu.io/slice=alice"]
-    container = [*podman, "run", *options, "localhost/glibc:1", "/mnt/kfdclient", "--step", "1G", "--free", "--count"]
-    assert "ENOMEM" not in run(*container, "16")
-    assert "ENOMEM" in run(*container, "17")
+    run(*PODMAN, "import", str(image()), "localhost/glibc:1")
+    assert "ENOMEM" not in run(*CONTAINER, "16")
+    assert "ENOMEM" in run(*CONTAINER, "17")
     assert used_bytes("alice") == 0
 
 
@@ -394,9 +396,14 @@ def it_runs_without_root() -> None:
 
 
 @check
-def removal_stops_it_and_purge_leaves_nothing() -> None:
+def removal_stops_it_but_no_container_and_purge_leaves_nothing() -> None:
+    assert "amdvgpu-hook" in SPEC.read_text()
     run("dpkg", "--remove", "amdvgpud")
     assert run("systemctl", "is-active", "amdvgpud.service", code=None).strip() == "inactive"
+    assert "amdvgpu-hook" not in SPEC.read_text()
+    if Path("/usr/bin/podman").exists():  # what its slice held before, its gate still holds
+        assert "ENOMEM" not in run(*CONTAINER, "16")
+        assert "ENOMEM" in run(*CONTAINER, "17")
     assert Path("/etc/amdvgpud/amdvgpud.toml").exists()
     run("dpkg", "--purge", "amdvgpud", "amdvgpuctl", "libamdvgpu")
     homes = [
