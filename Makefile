@@ -66,9 +66,10 @@ clean:
 # make e2e-systemd   the same installed, upgraded and removed on machines whose PID 1 is systemd 252 and 257; rpm on 252
 # make e2e-runtimes  docker, containerd and rootless podman of Debian 13, each with a slice
 # make e2e-slurm     the Slurm samples under a real Slurm of one node
+# make e2e-vm        a driver that loads after the daemon, on a kernel of its own in an emulated machine (5 minutes)
 # make e2e-image     the container image, built in both ways and run
 # All of these as root, and none is part of make test.
-.PHONY: packages e2e-systemd e2e-runtimes e2e-slurm e2e-image
+.PHONY: packages e2e-systemd e2e-runtimes e2e-slurm e2e-vm e2e-image
 packages:
 	scripts/setup packages
 	packaging/build bookworm trixie rpm
@@ -83,6 +84,11 @@ e2e-runtimes:
 e2e-slurm:
 	scripts/setup packages
 	tests/e2e/systemd/check-on trixie slurm slurm-wlm munge
+
+e2e-vm:
+	scripts/setup packages
+	scripts/setup vm
+	tests/e2e/systemd/check-in-vm driver
 
 e2e-image:
 	scripts/setup packages
