@@ -18,7 +18,7 @@ from amdvgpud.core.model import Partition
 from amdvgpud.node import NodeView
 from amdvgpud.serve.kubelet import DevicePlugin, KubeletSettings
 from amdvgpud.serve.podresources import PodResources
-from amdvgpud.serve.resources import Device, Grant, GrantMount, GrantNode, slots
+from amdvgpud.serve.resources import Device, Grant, GrantMount, GrantNode, Resource, slots
 from tests.serve.conftest import Desk
 from tests.serve.kubelet import a_kubelet
 
@@ -61,7 +61,7 @@ def plugins_dir(run_dir: Path) -> Path:
     return run_dir / "kubelet" / "device-plugins"
 
 
-def a_plugin(desk: Desk, dir: Path, *resources: TenSlots, **settings: object) -> DevicePlugin:
+def a_plugin(desk: Desk, dir: Path, *resources: Resource, **settings: object) -> DevicePlugin:
     return DevicePlugin(
         desk.node,
         lambda: resources or (TenSlots(),),

@@ -174,7 +174,7 @@ class Cluster:
         )  # fmt: skip
 
     def start_apiserver(self) -> None:
-        """It keeps all that is written to pods and nodes, but for what the kubelet says: see :meth:`written`."""
+        """``audit.log`` in the folder has all that schedulers and daemon write to pods and nodes."""
         at = self.folder
         kept: dict[str, Any] = {"level": "Request", "verbs": ["patch", "create"], "omitStages": ["RequestReceived"]}
         kept["resources"] = [{"group": "", "resources": ["nodes", "pods", "pods/binding"]}]
@@ -194,20 +194,6 @@ class Cluster:
             f"--audit-log-path={at}/audit.log",
         )  # fmt: skip
         self.ready("kube-apiserver", lambda: self.api.call("GET", "/readyz", text=True) == "ok")
-
-    def written(self) -> list[tuple[str, str, Any]]:
-        """(who, "verb resource/name", body) of each write that succeeded. Each program has a name of its own."""
-        events = [json.loads(line) for line in (self.folder / "audit.log").read_text().splitlines()]
-        return [
-            (
-                event["user"]["username"].split(":")[-1],
-                f"{event['verb']} "
-                + "/".join(filter(None, map(event["objectRef"].get, ("resource", "name", "subresource")))),
-                event.get("requestObject"),
-            )
-            for event in events
-            if event["responseStatus"]["code"] < 300
-        ]
 
     def start_scheduler(self, extender: Mapping[str, Any] | None = None) -> None:
         """kube-scheduler for pods that name default-scheduler or, with HAMi's ``extender``, hami-scheduler."""
