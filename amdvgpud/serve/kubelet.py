@@ -100,6 +100,7 @@ class DevicePlugin:
         seen = 0
         try:
             while True:
+                seen = self._node.events_since(seen)[1]
                 self._resources = {resource.name: resource for resource in self._offers()}
                 gone = [serving.pop(name) for name in serving.keys() - self._resources.keys()]
                 for task in gone:
@@ -107,7 +108,6 @@ class DevicePlugin:
                 await asyncio.gather(*gone, return_exceptions=True)
                 for name in self._resources.keys() - serving.keys():
                     serving[name] = asyncio.create_task(self._serve(name), name=f"kubelet {name}")
-                seen = self._node.events_since(seen)[1]
                 await self._node.wait_event(seen, OFFERS_S)  # not each change of an offer is an event of the node
         finally:
             for task in serving.values():

@@ -119,7 +119,8 @@ class Watchers:
                     await self.wait(since, self._keep_alive_s)
                     if self._node.events_since(since)[1] == since and not self._closed.is_set():
                         await self._write(response, b": nothing new\n\n")
-                await asyncio.wait_for(response.write_eof(), self._stall_s)
+                async with asyncio.timeout(self._stall_s):
+                    await response.write_eof()
             except TimeoutError:
                 log.info("A watcher has not read for %g s and is dropped.", self._stall_s)
                 if request.transport is not None:
@@ -130,7 +131,9 @@ class Watchers:
 
     async def _write(self, response: web.StreamResponse, frame: bytes) -> None:
         # A full buffer makes this wait for the client, and that wait is what must not last.
-        await asyncio.wait_for(response.write(frame), self._stall_s)
+        # Not wait_for, which until Python 3.12 can lose the cancellation of a client that has just gone.
+        async with asyncio.timeout(self._stall_s):
+            await response.write(frame)
 
     def _frame(self, event: Event, details: bool) -> bytes:
         content = msgspec.json.encode(views.event_view(event, details=details))

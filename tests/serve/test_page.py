@@ -63,7 +63,8 @@ async def test_the_page_shows_gpus_slices_and_what_happens_to_them(desk: Any, br
     await _shows(browser, lambda b: "bob" in _text(b, "#slices") and "bob: slice.created" in _text(b, "#events"))
     await desk.ask("DELETE", "/v1/slices/alice?force=true")
     await _shows(browser, lambda b: "alice" not in _text(b, "#slices"))
-    assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
+    said: list[dict[str, str]] = browser.execute("getLog", {"type": "browser"})["value"]
+    assert [entry for entry in said if entry["level"] == "SEVERE"] == []
 
 
 @pytest.mark.browser
