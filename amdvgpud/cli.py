@@ -91,6 +91,9 @@ REPORTS: Final = "report.sock"
 WAIT_FOR_CAP_MS: Final = 300
 """How long a container's start may wait for the kernel's cap, where there is one: 200 ms more than for a report."""
 
+WAIT_FOR_POLICY_MS: Final = 1500
+"""The same where images.policy may refuse it: a busy machine must not let in what was to be kept out."""
+
 SWITCH_ALLOWANCE_S: Final = 30
 """What the start may take longer for each GPU that the configuration may have cut anew; guessed, generously."""
 
@@ -354,7 +357,9 @@ def _hook(settings: Settings, caps: DmemCaps | None) -> HookCall | None:
     arguments: list[str] = []
     if (socket_path := settings.run_dir / REPORTS) != Path("/run/amdvgpud") / REPORTS:
         arguments += ["--socket", str(socket_path)]
-    if caps is not None and caps.lack() is None:
+    if settings.images_policy != "show":
+        arguments += ["--wait", str(WAIT_FOR_POLICY_MS)]
+    elif caps is not None and caps.lack() is None:
         arguments += ["--wait", str(WAIT_FOR_CAP_MS)]
     return HookCall(program, (*arguments, *(["--require"] if settings.hook_required else [])))
 

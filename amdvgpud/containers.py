@@ -41,6 +41,9 @@ class ImagePolicy(StrEnum):
 LOOK_INTO_IMAGE_S: Final = 0.06
 """Longest look into an image: the hook waits 100 ms in all. A root on a slow or dead file system is not known then."""
 
+LOOK_BEFORE_REFUSING_S: Final = 1.0
+"""The same where a policy depends on it; the hook waits 1.5 s then."""
+
 
 class Processes(Protocol):
     """What /proc shows of processes with slices."""
@@ -210,7 +213,9 @@ class Containers:
                 os.close(own)
 
         try:
-            async with asyncio.timeout(LOOK_INTO_IMAGE_S):
+            async with asyncio.timeout(
+                LOOK_INTO_IMAGE_S if self._policy is ImagePolicy.SHOW else LOOK_BEFORE_REFUSING_S
+            ):
                 return await asyncio.shield(asyncio.to_thread(look))
         except TimeoutError:
             return Verdict(None, "its image was not looked into: that takes too long")

@@ -25,6 +25,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import amdvgpud._abi
 from amdvgpud.core.model import (
     Book,
     Compute,
@@ -47,6 +48,7 @@ from amdvgpud.host.sysfs import SysfsReader
 from amdvgpud.sim.models import parse_simulation
 from amdvgpud.sim.tree import build_tree
 
+HOOK = Path(amdvgpud._abi.__file__).with_name("amdvgpu-hook")
 REPOSITORY = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
 GIB = 1024**3
@@ -214,6 +216,40 @@ class BusyNode:
             took.append(time.perf_counter() - start)
         return statistics.median(took[WARM_UP:]) * 1000
 
+    def hook_ms(self) -> float:
+        """A container's start told by the hook, process and all: what a start of one takes longer by, for each slice.
+
+        The container is a process with the slice mounted as runtimes mount it; the daemon looks it up in /proc.
+        """
+        inside = (
+            "mount -t tmpfs tmpfs /run && mkdir -p /run/amdvgpu/s0 && mount --bind $0/slices/s0/guest /run/amdvgpu/s0 "
+            "&& echo ready && exec sleep 600"
+        )
+        command = ["unshare", "--mount", "--propagation=private", "sh", "-c", inside, str(self.made.run)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as container:
+            assert container.stdout is not None
+            assert container.stdout.readline() == b"ready\n"
+            state = json.dumps({"id": "bench", "pid": container.pid, "bundle": "/nowhere"}).encode()
+            hook = [
+                str(HOOK),
+                "start",
+                "s0",
+                "--socket",
+                str(self.made.run / "report.sock"),
+                "--require",
+                "--wait",
+                "5000",
+            ]
+            took = []
+            for _ in range(WARM_UP * 2):
+                start = time.perf_counter()
+                subprocess.run(hook, input=state, check=True)
+                took.append(time.perf_counter() - start)
+            known = self.made.ask("GET", "/v1/slices/s0")[1]
+            container.kill()
+        assert b'"id":"bench"' in known, "the report was not believed"
+        return statistics.median(took[WARM_UP:]) * 1000
+
 
 def idle_rss_mib() -> float:
     with daemon("8*mi300x:mode=CPX") as made:
@@ -360,6 +396,7 @@ def main() -> int:
         Benchmark("create a slice by REST, p99", "ms", 25.0, create_p99_ms),
         Benchmark("/metrics, 8 GPUs x 64 slices", "ms", 30.0, busy.metrics_ms),
         Benchmark("one look at 8 GPUs in CPX", "ms", 50.0, look_ms),
+        Benchmark("a container's start told by amdvgpu-hook", "ms", 5.0, busy.hook_ms),
         Benchmark("a GPU that its driver gives up, from the uevent", "s", 1.0, faults.wedged_s),
         Benchmark("a GPU that is unplugged, from the uevent", "s", 1.0, faults.unplugged_s),
         Benchmark("a GPU that breaks without an event, pulse of 1 s", "s", 1.2, faults.without_event_s),

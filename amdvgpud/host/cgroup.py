@@ -2,7 +2,7 @@
 
 Owns how a cap is put on a cgroup, seen to be in force, and lifted. Does not own which cgroup gets what
 (:mod:`amdvgpud.core.caps`). Sources: kernel/cgroup/dmem.c and Documentation/admin-guide/cgroup-v2.rst of Linux 6.14 and
-later; what a kernel 7.2 did (tests/e2e/vm).
+later. tests/e2e/vm tries it on a kernel 7.2.
 
 The traps, each met by reading back what was written:
 

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 MESSAGE_BYTES: Final = 8192
 REPLY_BYTES: Final = 1000
 MAX_FDS: Final = 2
-PATIENCE_S: Final = 0.25
+PATIENCE_S: Final = 2.0
 """For the message of one who has connected: a hook sends it at once."""
 MAX_OPEN: Final = 64
 """Connections at a time; who comes then waits in the socket's queue, and its hook gives up after its own bound."""

@@ -191,7 +191,7 @@ def until(what: str, holds: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-def _serve(corner: Corner, folder: Path) -> Iterator[Served]:
+def _serve(corner: Corner, folder: Path, *more: str) -> Iterator[Served]:
     log = folder / "log"
     options = (
         "--simulate",
@@ -204,6 +204,7 @@ def _serve(corner: Corner, folder: Path) -> Iterator[Served]:
         str(TICK_S),
         "--kernel-sample-s",
         "1",
+        *more,
     )
     daemon = corner.start_outside(str(BIN / "amdvgpud"), *options, log=log)
     served = Served(corner, log)

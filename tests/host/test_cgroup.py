@@ -2,77 +2,14 @@
 
 from __future__ import annotations
 
-import errno
-import os
-from dataclasses import dataclass, field
-
 import pytest
 
 from amdvgpud.host.cgroup import DmemCaps
+from tests.host.dmem_kernel import OTHER, REGION, Kernel
 
 GIB = 2**30
-REGION, OTHER = "drm/0000:03:00.0/vram", "drm/0000:83:00.0/vram"
+GIB = 2**30
 SCOPE = "/machine.slice/libpod-a.scope"
-
-
-def _fails(code: int) -> OSError:
-    return OSError(code, os.strerror(code))
-
-
-@dataclass
-class Kernel:
-    """A cgroup v2 tree with dmem: the traps of kernel/cgroup/dmem.c and of cgroup v2's own files."""
-
-    controllers: str = "cpu memory dmem"
-    regions: set[str] = field(default_factory=lambda: {REGION, OTHER})
-    switched_on: set[str] = field(default_factory=set)
-    """Cgroups that have dmem in their subtree_control; "/" is the root."""
-    busy: set[str] = field(default_factory=set)
-    read_only: bool = False
-    limits: dict[tuple[str, str], str] = field(default_factory=dict)
-    used: dict[tuple[str, str], int] = field(default_factory=dict)
-    writes: list[str] = field(default_factory=list)
-    gone: set[str] = field(default_factory=set)
-
-    def read(self, path: str) -> str:
-        cgroup, _, name = path.rpartition("/")
-        self._there(cgroup, name)
-        if name == "cgroup.controllers":
-            return self.controllers
-        if name == "cgroup.subtree_control":
-            return "cpu dmem\n" if (cgroup or "/") in self.switched_on else "cpu\n"
-        if name == "dmem.current":
-            return "".join(f"{r} {self.used.get((cgroup, r), 0)}\n" for r in sorted(self.regions))
-        return "".join(f"{r} {self.limits.get((cgroup, r), 'max')}\n" for r in sorted(self.regions))
-
-    def write(self, path: str, text: str) -> None:
-        cgroup, _, name = path.rpartition("/")
-        self._there(cgroup, name)
-        if self.read_only:
-            raise _fails(errno.EROFS)
-        self.writes.append(f"{path} {text.strip()}")
-        if name == "cgroup.subtree_control":
-            if cgroup in self.busy:
-                raise _fails(errno.EBUSY)
-            self.switched_on.add(cgroup or "/")
-            return
-        region, _, value = text.strip().partition(" ")
-        if region not in self.regions or "\n" in text.strip():
-            raise _fails(errno.EINVAL)
-        if value != "max" and int(value) < self.used.get((cgroup, region), 0):
-            return  # silently
-        self.limits[cgroup, region] = value
-
-    def _there(self, cgroup: str, name: str) -> None:
-        if not self.controllers or cgroup in self.gone:
-            raise _fails(errno.ENOENT)
-        above = cgroup.rpartition("/")[0] or "/"
-        if name.startswith("dmem.") and above not in self.switched_on:
-            raise _fails(errno.ENOENT)
-
-    def remove_device(self, region: str) -> None:
-        self.regions.discard(region)
-        self.limits = {key: value for key, value in self.limits.items() if key[1] != region}
 
 
 def capped(kernel: Kernel, *, delegate: bool = True) -> tuple[DmemCaps, str]:
