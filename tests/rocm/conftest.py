@@ -116,13 +116,21 @@ def mi210s(softkfd: Path) -> Iterator[Machine]:
 MIB = 1 << 20
 SHIM = HERE.parents[1] / "shim"
 RUNTIMES = ("5.2.3", "5.7.1", "6.4.3", "7.2.4")
-"""5.2.3 stands for the packages of this machine (Debian 12 has 5.2.3; what they are goes into the table)."""
+
+
+def installed_runtime() -> str:
+    """The version of this machine's own packages: 5.2.3 in Debian 12, 5.7.1 in Debian 13."""
+    argv = ["dpkg-query", "--show", "--showformat=${Version}", "libamdhip64-dev"]
+    found = re.match(r"[0-9.]+", subprocess.run(argv, capture_output=True, text=True, check=False).stdout)
+    return found[0] if found and found[0] in RUNTIMES else RUNTIMES[0]
+
+
 TABLE = HERE.parents[1] / "build" / "rocm.json"
 
 
 def asked_runtimes() -> tuple[str, ...]:
     """``ROCM``: versions by commas, or ``all``. Without it the runtime that is installed here."""
-    wanted = os.environ.get("ROCM", "") or RUNTIMES[0]
+    wanted = os.environ.get("ROCM", "") or installed_runtime()
     return RUNTIMES if wanted == "all" else tuple(wanted.split(","))
 
 
@@ -190,7 +198,7 @@ def _code_object(output: Path) -> None:
 def runtime(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runtime]:
     version: str = request.param
     root = Path("/")
-    if version != RUNTIMES[0]:
+    if version != installed_runtime():
         made = subprocess.run(
             [HERE.parents[1] / "scripts" / "rocm-root", version], stdout=subprocess.PIPE, text=True, check=True
         )
