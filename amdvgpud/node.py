@@ -8,10 +8,9 @@ repaired at start by one ``reconcile``, which is the same code that a hot-plug r
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import secrets
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -20,7 +19,6 @@ from typing import Final, TypeVar
 from amdvgpud.core import identify, modes
 from amdvgpud.core import plan as planner
 from amdvgpud.core.containers import Container
-from amdvgpud.core.cumask import layout_hash
 from amdvgpud.core.errors import AmdvgpuError, Conflict, HostFailure, Invalid, Lingering, NoRoom, NotFound, Stale
 from amdvgpud.core.health import Condition, Health, effective
 from amdvgpud.core.model import (
@@ -41,6 +39,8 @@ from amdvgpud.core.model import (
 )
 from amdvgpud.core.modes import Target
 from amdvgpud.core.plan import Plan
+from amdvgpud.disk import Disk, changed
+from amdvgpud.events import Event, Events
 from amdvgpud.ports import (
     CdiSpecs,
     CdiStatus,
@@ -63,20 +63,7 @@ SETTLING_PAUSE_S: Final = 0.2
 """How long a switch waits for two scans alike: the write returns when the KFD is back, so the first two should be. The
 rest is for what userspace and other GPUs do meanwhile; guessed."""
 
-EVENT_RING: Final = 1024
-"""Events kept for those who come back late; older ones are dropped and the reader is told to read the lists again."""
-
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    id: int
-    revision: int
-    time_s: float
-    kind: str
-    subject: str
-    detail: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,20 +108,6 @@ class NodeView:
     """Changes of condition since the start, by GPU and by the source that they are due to."""
 
 
-def lost_reason(item: Slice, inventory: Inventory) -> str | None:
-    """Why ``item`` cannot be used on what the machine has now; None while it can.
-
-    A changed layout loses a slice too: the same mask bits would be other silicon, perhaps somebody else's.
-    """
-    for share in item.shares:
-        partition = inventory.partition(share.partition)
-        if partition is None:
-            return f"{share.partition} is not there"
-        if layout_hash(partition.layout) != share.layout_hash:
-            return f"{share.partition} has another layout of compute units than the slice was cut for"
-    return None
-
-
 class Node:
     """See the module's head. Coroutines that change something run to their end even if their caller is cancelled."""
 
@@ -160,9 +133,7 @@ class Node:
         self._kfd_holder = kfd_holder or NoKfdHolder()
         self._leftovers = leftovers or NoLeftovers()
         self._pause = pause
-        self._journal = journal
-        self._files = files
-        self._cdi = cdi
+        self._disk = Disk(journal, files, cdi)
         self._now_s = now_s
         self._process_alive = process_alive
         self._max_slices_per_partition = max_slices_per_partition
@@ -182,9 +153,7 @@ class Node:
         self._health_changes: Counter[tuple[GpuId, str]] = Counter()
         self._containers: dict[SliceName, tuple[Container, ...]] = {}
         self._ready = False
-        self._events: deque[Event] = deque(maxlen=EVENT_RING)
-        self._last_event_id = 0
-        self._event_added = asyncio.Event()
+        self._events = Events()
 
     def __repr__(self) -> str:
         gpus, slices, leases = len(self._inventory.gpus), len(self._book.slices), len(self._book.leases)
@@ -199,13 +168,13 @@ class Node:
             self._book,
             dict(self._usage),
             dict(self._lost),
-            self._cdi.status(),
+            self._disk.cdi.status(),
             self._ready,
             (
                 *([self._scan_failure] if self._scan_failure else []),
                 *self._broken,
                 *self._inventory.warnings,
-                *self._files.warnings,
+                *self._disk.files.warnings,
                 *self._unfit_warnings(),
             ),
             containers={name: c for name, c in self._containers.items() if name in self._book.slices},
@@ -240,8 +209,8 @@ class Node:
         ``StateUnreadable`` and ``HostFailure`` mean that the daemon must not go on: a node that forgot its promises
         would make them twice.
         """
-        await asyncio.to_thread(self._files.prepare)
-        self._book = await asyncio.to_thread(self._journal.load)
+        await asyncio.to_thread(self._disk.files.prepare)
+        self._book = await asyncio.to_thread(self._disk.journal.load)
         self._weigh_health()
         await self.rescan()
         self._ready = True
@@ -260,8 +229,8 @@ class Node:
 
     async def reclaim(self, names: Sequence[SliceName]) -> None:
         """Return what dead processes held in these slices, and read their ledgers. A slice that is gone is none."""
-        for name, freed_bytes in await asyncio.to_thread(self._reclaim, names):
-            self._tell("ledger.reclaimed", name, f"{freed_bytes} bytes of dead processes were returned to the slice")
+        for name, freed_bytes in await asyncio.to_thread(self._disk.reclaim, names):
+            self.tell("ledger.reclaimed", name, f"{freed_bytes} bytes of dead processes were returned to the slice")
         await self._read_ledgers(names)
 
     # --------------------------------------------------------------------------------------------------- slices
@@ -340,10 +309,6 @@ class Node:
         """A person's word, which holds whatever is found; None takes it back."""
         await self._change(self._set_health_override(gpu, healthy))
 
-    def tell(self, kind: str, subject: str, detail: str) -> None:
-        """Tell the watchers what somebody has noticed who is none of the Node's. ``kind``: of a closed set."""
-        self._tell(kind, subject, detail)
-
     async def set_oversubscription(self, gpu: GpuId, ratio: float) -> None:
         """VRAM quotas on each partition of ``gpu`` may sum up to ``ratio`` times what it has; 1.0 switches it off."""
         await self._change(self._set_oversubscription(gpu, ratio))
@@ -373,32 +338,22 @@ class Node:
             try:
                 await self.partition_gpu(gpu, target)
             except AmdvgpuError as error:
-                self._tell("gpu.target-refused", gpu, f"it stays as it is: {error}")
+                self.tell("gpu.target-refused", gpu, f"it stays as it is: {error}")
                 log.warning("%s: the configured mode was not set: %s", gpu, error)
 
     # --------------------------------------------------------------------------------------------------- events
 
     def events_since(self, since: int) -> tuple[Sequence[Event], int, bool]:
         """(events after id ``since``, last id, whether some in between were dropped or never were this daemon's)."""
-        events = [e for e in self._events if e.id > since]
-        oldest = self._events[0].id if self._events else self._last_event_id + 1
-        return events, self._last_event_id, since + 1 < oldest or since > self._last_event_id
+        return self._events.since(since)
 
     async def wait_event(self, since: int, timeout_s: float) -> None:
         """Return when an event after ``since`` exists, or after ``timeout_s``."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                while self._last_event_id <= since:
-                    await self._event_added.wait()
-        except TimeoutError:
-            return
+        await self._events.wait(since, timeout_s)
 
-    def _tell(self, kind: str, subject: str, detail: str) -> None:
-        self._last_event_id += 1
-        self._events.append(Event(self._last_event_id, self._book.revision, self._now_s(), kind, subject, detail))
-        log.info("%s: %s (%s)", subject, detail, kind)
-        self._event_added.set()
-        self._event_added = asyncio.Event()
+    def tell(self, kind: str, subject: str, detail: str) -> None:
+        """Tell the watchers what somebody has noticed. ``kind``: of a closed set."""
+        self._events.tell(kind, subject, detail, revision=self._book.revision, time_s=self._now_s())
 
     # ---------------------------------------------------------------------------------------- changes, one at a time
 
@@ -428,7 +383,7 @@ class Node:
         item = self._placed(request, owner_uid, await self._place_on_clean(request))
         await self._become(self._book.with_slice(item), rewrite=True)
         verb = "created" if there is None else "replaced"
-        self._tell(f"slice.{verb}", item.name, f"{verb} on {', '.join(s.partition for s in item.shares)}")
+        self.tell(f"slice.{verb}", item.name, f"{verb} on {', '.join(s.partition for s in item.shares)}")
         return item, there is None
 
     async def _resize_slice(self, name: SliceName, vram_bytes: int, if_revision: int | None) -> Slice:
@@ -439,7 +394,7 @@ class Node:
         request = replace(there.request, vram_bytes=vram_bytes)
         item = replace(there, request=request, shares=plan.shares, revision=self._book.revision + 1)
         await self._become(self._book.with_slice(item))
-        self._tell("slice.resized", name, f"its quota is now {vram_bytes} bytes on each GPU")
+        self.tell("slice.resized", name, f"its quota is now {vram_bytes} bytes on each GPU")
         return item
 
     async def _delete_slice(self, name: SliceName, if_revision: int | None, force: bool) -> None:
@@ -447,7 +402,7 @@ class Node:
         if not force:
             await self._refuse_if_used(there, "deleted")
         await self._become(self._book.without_slice(name))
-        self._tell("slice.deleted", name, "deleted by force" if force else "deleted")
+        self.tell("slice.deleted", name, "deleted by force" if force else "deleted")
 
     async def _grant_lease(
         self,
@@ -489,7 +444,7 @@ class Node:
         if container:
             lease = _bound(lease, self._containers.get(item.name, ()))
         await self._become(book.with_lease(lease))
-        self._tell("lease.granted", lease.id, f"slice {item.name} is held by {holder.text or 'somebody'}")
+        self.tell("lease.granted", lease.id, f"slice {item.name} is held by {holder.text or 'somebody'}")
         return lease
 
     def _refuse_if_unfit(self, item: Slice) -> None:
@@ -505,14 +460,14 @@ class Node:
         expires_s = None if ttl_s is None else self._now_s() + ttl_s
         lease = replace(self._lease(lease_id), expires_s=expires_s)
         await self._become(self._book.with_lease(lease))
-        self._tell("lease.renewed", lease_id, "it has no end" if ttl_s is None else f"it ends in {ttl_s:g} s")
+        self.tell("lease.renewed", lease_id, "it has no end" if ttl_s is None else f"it ends in {ttl_s:g} s")
         return lease
 
     async def _release_lease(self, lease_id: LeaseId, kind: str, why: str) -> None:
         lease = self._lease(lease_id)
         book = self._book.without_lease(lease_id)
         await self._become(book.without_slice(lease.slice) if lease.ephemeral else book)
-        self._tell(kind, lease_id, f"slice {lease.slice}: {why}")
+        self.tell(kind, lease_id, f"slice {lease.slice}: {why}")
 
     async def _end_leases(self) -> None:
         now_s = self._now_s()
@@ -540,9 +495,9 @@ class Node:
         now = {(c.slice, c.id): c for group in containers.values() for c in group}
         for (name, identity), container in now.items():
             if (name, identity) not in was:
-                self._tell("container.started", name, f"container {identity[:12]} has it (pid {container.pid})")
+                self.tell("container.started", name, f"container {identity[:12]} has it (pid {container.pid})")
         for name, identity in was.keys() - now.keys():
-            self._tell("container.ended", name, f"container {identity[:12]} has ended")
+            self.tell("container.ended", name, f"container {identity[:12]} has ended")
         for lease in list(self._book.leases.values()):
             if not lease.container:
                 continue
@@ -551,14 +506,14 @@ class Node:
                 await self._release_lease(lease.id, "lease.container-ended", "its last container has ended")
             elif bound != lease:
                 await self._become(self._book.with_lease(bound))
-                self._tell("lease.bound", lease.id, f"it lasts as long as process {bound.holder.pid} of its container")
+                self.tell("lease.bound", lease.id, f"it lasts as long as process {bound.holder.pid} of its container")
 
     async def _set_cordoned(self, gpu: GpuId, cordoned: bool) -> None:
         self._gpu(gpu)
         if (gpu in self._book.cordoned) == cordoned:
             return
         await self._become(self._book.with_cordoned(self._book.cordoned ^ {gpu}))
-        self._tell("gpu.cordoned" if cordoned else "gpu.uncordoned", gpu, "set by an operator")
+        self.tell("gpu.cordoned" if cordoned else "gpu.uncordoned", gpu, "set by an operator")
 
     async def _set_health_override(self, gpu: GpuId, healthy: bool | None) -> None:
         self._gpu(gpu)
@@ -568,7 +523,7 @@ class Node:
         word = None if healthy is None else HealthOverride(healthy, self._now_s())
         await self._become(self._book.with_health_override(gpu, word))
         said = "taken back" if healthy is None else f"it is {'healthy' if healthy else 'unhealthy'}, whatever is found"
-        self._tell("gpu.health-override", gpu, f"set by an operator: {said}")
+        self.tell("gpu.health-override", gpu, f"set by an operator: {said}")
         self._weigh_health()
 
     def _weigh_health(self) -> None:
@@ -583,7 +538,7 @@ class Node:
             was = before.get(gpu, Health())
             if health.condition is not was.condition:
                 self._health_changes[gpu, health.source or was.source] += 1
-                self._tell(f"gpu.{health.condition}", gpu, health.reason or f"it was {was.condition}")
+                self.tell(f"gpu.{health.condition}", gpu, health.reason or f"it was {was.condition}")
 
     def check_oversubscription(self, gpu: GpuId, ratio: float) -> None:
         """Raises what :meth:`set_oversubscription` would; nothing changes."""
@@ -610,7 +565,7 @@ class Node:
         if ratios == self._book.oversubscription:
             return
         await self._become(self._book.with_oversubscription(ratios))
-        self._tell("gpu.oversubscription", gpu, f"VRAM may now be promised {ratio:g} times")
+        self.tell("gpu.oversubscription", gpu, f"VRAM may now be promised {ratio:g} times")
 
     async def _partition_alone(
         self, gpu: GpuId, target: Target, force: bool, dry_run: bool, if_revision: int | None
@@ -663,7 +618,7 @@ class Node:
             if switched_to is None:
                 raise
             raise type(error)(f"{gpu.id} is in {switched_to} now; but {error}") from error
-        self._tell("gpu.memory-mode-requested", gpu.id, f"{mode} when the driver of the whole node is loaded anew")
+        self.tell("gpu.memory-mode-requested", gpu.id, f"{mode} when the driver of the whole node is loaded anew")
 
     async def _switch(self, gpu: Gpu, mode: str) -> bool:
         """Let the driver do it, and look until the machine is still; true if it is."""
@@ -681,7 +636,7 @@ class Node:
             raise HostFailure(
                 f"{gpu.id}: the driver took the switch to {mode}, but {found}; the kernel's log says more"
             )
-        self._tell(
+        self.tell(
             "gpu.partitioned", gpu.id, f"from {gpu.compute_partition} to {mode}; partitions: {len(now.partitions)}"
         )
         if not settled:
@@ -712,7 +667,7 @@ class Node:
     async def _refuse_if_gpu_is_used(self, gpu: Gpu, mode: str, slices: Sequence[Slice], force: bool) -> None:
         """``Conflict`` names all that stands in the way at once, so that nobody has to ask again for the next."""
         names = [item.name for item in slices]
-        await asyncio.to_thread(self._reclaim, names)  # as for a deletion: what has just ended is in nobody's way
+        await asyncio.to_thread(self._disk.reclaim, names)  # as for a deletion: what has just ended is in nobody's way
         await self._read_ledgers(names)
         reasons, idle = [], []
         for item in slices:
@@ -819,9 +774,11 @@ class Node:
         if containers := [c for c in there if self._process_alive(Holder("", c.pid, c.start_ticks))]:
             named_ones = ", ".join(f"{c.id[:12] or '?'} (pid {c.pid})" for c in containers[:8])
             raise Conflict(f"slice {item.name} cannot be {verb}: container {named_ones} has it")
-        await asyncio.to_thread(self._reclaim, [item.name])  # what has just ended must not count until the next tick
+        await asyncio.to_thread(
+            self._disk.reclaim, [item.name]
+        )  # what has just ended must not count until the next tick
         try:
-            usage = await asyncio.to_thread(self._files.usage, item.name)
+            usage = await asyncio.to_thread(self._disk.files.usage, item.name)
         except NotFound:
             return  # lost since before a reboot: it has no files, so nobody runs in it
         except HostFailure as error:
@@ -857,69 +814,17 @@ class Node:
         ``rewrite``: a changed slice gets new files (its users, if any, are gone) rather than new values in the old.
         """
         before = self._book
-        await asyncio.to_thread(self._act, before, after, rewrite)
+        lost = frozenset(self._lost)
+        await asyncio.to_thread(self._disk.commit, before, after, self._inventory, lost, rewrite=rewrite)
         self._book = after
         if self._broken:
             self._broken = planner.check(after, self._inventory)
         for name in before.slices.keys() - after.slices.keys():
             self._lost.pop(name, None)
             self._usage.pop(name, None)
-        for name in _changed(before, after):
+        for name in changed(before, after):
             self._lost.pop(name, None)
             self._usage.setdefault(name, Usage(name))
-
-    def _act(self, before: Book, after: Book, rewrite: bool) -> None:
-        """In order: journal, files of what is new, CDI, files of what is gone (a mount's source outlives its spec)."""
-        self._journal.commit(before, after)
-        changed, gone = _changed(before, after), before.slices.keys() - after.slices.keys()
-        try:
-            for name in changed:
-                if rewrite and name in before.slices:
-                    self._files.remove(name)
-                self._files.write(after.slices[name], self._inventory)
-            if changed or gone:
-                self._publish(after, fresh=changed)
-        except Exception as error:  # whatever it is: disk and memory must not part
-            self._undo(before, after)
-            if isinstance(error, OSError):
-                raise HostFailure(f"the change was not made: {error}") from error
-            raise
-        for name in gone:
-            self._remove(name)
-
-    def _remove(self, name: SliceName) -> None:
-        """Nothing is promised by these files any more: that they stay is no reason to keep the promise.
-
-        Any error, for the slice's owner may have put anything there (folders nested past Python's recursion, say).
-        """
-        try:
-            self._files.remove(name)
-        except Exception as error:
-            log.warning("%s: its files could not be removed, the next scan tries again: %s", name, error)
-
-    def _publish(self, book: Book, fresh: Iterable[SliceName] = ()) -> None:
-        """``fresh``: slices whose files have just been written, so that what was wrong with them is past."""
-        lost = self._lost.keys() - set(fresh)
-        live = [s for s in book.slices.values() if s.name not in lost and lost_reason(s, self._inventory) is None]
-        if (error := self._cdi.publish(live, self._inventory).error) is not None:
-            raise HostFailure(f"the CDI file could not be written, so nothing was changed: {error}")
-
-    def _undo(self, before: Book, after: Book) -> None:
-        """Best effort, each step for itself: what it cannot mend, the next start's reconcile does."""
-        steps: list[Callable[[], object]] = [lambda: self._journal.commit(after, before)]
-        for name in _changed(before, after):
-            old = before.slices.get(name)
-            steps.append(
-                (lambda name=name: self._files.remove(name))  # type: ignore[misc]
-                if old is None
-                else (lambda old=old: self._files.write(old, self._inventory))  # type: ignore[misc]
-            )
-        steps.append(lambda: self._publish(before))
-        for step in steps:
-            try:
-                step()
-            except Exception as error:
-                log.warning("Undoing a failed change: %s", error)
 
     async def _scan(self) -> None:
         async with self._changing:
@@ -941,69 +846,29 @@ class Node:
         if inventory != self._inventory:
             usable = ", ".join(f"{g.index}:{g.product_name}" for g in inventory.gpus)
             self._inventory = inventory
-            self._tell("inventory.changed", "node", f"GPUs: {usable or 'none'}; unusable: {len(inventory.unusable)}")
+            self.tell("inventory.changed", "node", f"GPUs: {usable or 'none'}; unusable: {len(inventory.unusable)}")
         was_lost = self._lost
-        reasons = {item.name: lost_reason(item, inventory) for item in self._book.slices.values()}
+        reasons = {item.name: planner.lost_reason(item, inventory) for item in self._book.slices.values()}
         self._lost = {name: reason for name, reason in reasons.items() if reason is not None}
-        await asyncio.to_thread(self._repair, was_lost.keys() if same else self._book.slices.keys())
+        stale = was_lost.keys() if same else self._book.slices.keys()
+        self._lost |= await asyncio.to_thread(self._disk.repair, self._book, inventory, frozenset(self._lost), stale)
+        self._look_for_broken_promises()
         for name in self._book.slices:
             if name in self._lost and name not in was_lost:
-                self._tell("slice.lost", name, self._lost[name])
+                self.tell("slice.lost", name, self._lost[name])
             elif name in was_lost and name not in self._lost:
-                self._tell("slice.returned", name, "what it was cut from is back, and so are its files")
+                self.tell("slice.returned", name, "what it was cut from is back, and so are its files")
         await self._read_ledgers(list(self._book.slices))
 
-    def _repair(self, stale: Iterable[SliceName]) -> None:
-        """Files, of ``stale`` slices and of those that have none, and CDI for all live slices.
-
-        A slice that fails is reported and must not keep the others from working.
-        """
-        there = self._files.names()
-        wanting = set(stale) | (self._book.slices.keys() - there)
-        for item in self._book.slices.values():
-            if item.name in self._lost or item.name not in wanting:
-                continue  # whoever still runs in a lost one keeps the policy that was; the GPU it names is not there
-            try:
-                self._files.write(item, self._inventory)
-            except Exception as error:
-                self._lost[item.name] = f"its files could not be written: {error}"
-                log.warning("%s: its files could not be written, it is not offered: %s", item.name, error)
-        live = [s for s in self._book.slices.values() if s.name not in self._lost]
-        if (refusal := self._cdi.publish(live, self._inventory).error) is not None:
-            log.warning("The CDI file could not be written, the previous one stays: %s", refusal)
-        for name in there - self._book.slices.keys():
-            self._remove(name)  # left by a crash between journal and files; nobody was ever told of it
+    def _look_for_broken_promises(self) -> None:
         broken = planner.check(self._book, self._inventory)
         for sentence in broken:
             if sentence not in self._broken:
                 log.warning("%s.", sentence)
         self._broken = broken
 
-    # ------------------------------------------------------------------------------------------------ ledgers
-
-    def _reclaim(self, names: Iterable[SliceName]) -> list[tuple[SliceName, int]]:
-        freed = []
-        for name in names:
-            # A slice may be deleted while its ledger is read: readers take no turn behind those who change the Book.
-            # What else is wrong with a ledger shows where it is read, and is no reason to look past the others.
-            with contextlib.suppress(NotFound, HostFailure):
-                if freed_bytes := self._files.reclaim(name):
-                    freed.append((name, freed_bytes))
-        return freed
-
     async def _read_ledgers(self, names: Iterable[SliceName]) -> None:
-        def read() -> Mapping[SliceName, Usage]:
-            found = {}
-            for name in names:
-                try:
-                    found[name] = self._files.usage(name)
-                except NotFound:
-                    continue
-                except HostFailure as error:
-                    found[name] = Usage(name, damaged=str(error))
-            return found
-
-        usage = await asyncio.to_thread(read)
+        usage = await asyncio.to_thread(self._disk.usage, names)
         self._usage.update((n, u) for n, u in usage.items() if n in self._book.slices)
 
 
@@ -1017,7 +882,3 @@ def _bound(lease: Lease, containers: Sequence[Container]) -> Lease:
         return lease
     pid, ticks = (containers[0].pid, containers[0].start_ticks) if containers else (None, None)
     return replace(lease, holder=replace(lease.holder, pid=pid, start_ticks=ticks))
-
-
-def _changed(before: Book, after: Book) -> list[SliceName]:
-    return [name for name, item in after.slices.items() if before.slices.get(name) is not item]

@@ -679,6 +679,20 @@ def _verify(plan: Plan, taken: dict[PartitionId, Occupancy], before: Sequence[Sh
     cumask.proven_cu_mask([share.cus for share in plan.shares], [at.partition.cu_count for at in places])
 
 
+def lost_reason(item: Slice, inventory: Inventory) -> str | None:
+    """Why ``item`` cannot be used on what the machine has now; None while it can.
+
+    A changed layout loses a slice too: the same mask bits would be other silicon, perhaps somebody else's.
+    """
+    for share in item.shares:
+        partition = inventory.partition(share.partition)
+        if partition is None:
+            return f"{share.partition} is not there"
+        if cumask.layout_hash(partition.layout) != share.layout_hash:
+            return f"{share.partition} has another layout of compute units than the slice was cut for"
+    return None
+
+
 def check(book: Book, inventory: Inventory) -> tuple[str, ...]:
     """What in the Book breaks the rules of placement on this Inventory, a sentence each; nothing: all is well.
 

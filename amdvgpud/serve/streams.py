@@ -17,7 +17,8 @@ import msgspec
 from aiohttp import web
 
 from amdvgpud.core import wire
-from amdvgpud.node import Event, Node
+from amdvgpud.events import Event
+from amdvgpud.node import Node
 from amdvgpud.serve import problem, views
 
 log = logging.getLogger(__name__)

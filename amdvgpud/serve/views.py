@@ -19,7 +19,8 @@ from amdvgpud.core.model import Gpu, GpuId, Inventory, Lease, Partition, Partiti
 from amdvgpud.core.plan import Capacity, capacities
 from amdvgpud.core.render import slice_environment
 from amdvgpud.core.truth import Comparison, GpuTruth, Truth, needs_gate
-from amdvgpud.node import Event, NodeView, Repartition
+from amdvgpud.events import Event
+from amdvgpud.node import NodeView, Repartition
 
 _WORD_OF: Final[Mapping[bool | None, Literal["yes", "no", "unknown"]]] = {True: "yes", False: "no", None: "unknown"}
 

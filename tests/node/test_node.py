@@ -477,7 +477,7 @@ async def test_events_are_replayed_and_a_gap_is_said(bench: Bench) -> None:
     assert ([e.kind for e in events], last, dropped) == (["slice.created"], start + 1, False)
     assert bench.node.events_since(last + 99)[2]
     for _ in range(1100):
-        bench.node._tell("noise", "x", "y")
+        bench.node.tell("noise", "x", "y")
     assert bench.node.events_since(start)[2]
 
 

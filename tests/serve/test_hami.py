@@ -439,7 +439,7 @@ async def test_a_plan_that_cannot_be_carried_out_leaves_nothing_reserved_and_no_
     pod = stage.pod("a", allocation=f"{QUARTER};")
     name = f"write {slice_of(pod)}" if step == "write" else step
     faults = {"commit": stage.journal.faults, "write": stage.files.faults}.get(step)
-    (faults or stage.node._cdi.faults).failing.add(name)  # type: ignore[attr-defined]
+    (faults or stage.node._disk.cdi.faults).failing.add(name)  # type: ignore[attr-defined]
     with pytest.raises(HostFailure):
         await stage.side.resource.allocate([f"{GPU}#0"])
     assert (stage.slices(), stage.locked(), stage.notes("a")[hami.BIND_PHASE]) == ({}, None, hami.FAILED)

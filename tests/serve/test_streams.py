@@ -57,7 +57,7 @@ async def test_a_stream_goes_on_after_the_last_event_that_the_client_has(desk: A
 
 async def test_a_client_that_missed_something_is_told_to_read_again(desk: Any) -> None:
     for n in range(1100):
-        desk.node._tell("test", "node", str(n))  # more than the ring holds
+        desk.node.tell("test", "node", str(n))  # more than the ring holds
     for last in ("1", "99999", f"{desk.api._watchers.epoch}-1", "deadbeef-5", "nonsense", "²"):
         async with desk.unix.get("/v1/events", headers={"Last-Event-ID": last}) as stream:
             (frame,) = await _frames(stream, 1)
@@ -131,9 +131,9 @@ async def test_a_watcher_that_does_not_read_is_dropped_and_the_others_are_not(ma
         told = 0
         while len(desk.api._watchers) == 2:  # until the socket's buffers are full and the time is over
             told += 1
-            desk.node._tell("test", "node", "x" * 100_000)
+            desk.node.tell("test", "node", "x" * 100_000)
             await _frames(other, 1)
-        (frame,) = [f for f in [desk.node._tell("test", "node", "last")] for f in await _frames(other, 1)]
+        (frame,) = [f for f in [desk.node.tell("test", "node", "last")] for f in await _frames(other, 1)]
         assert json.loads(frame["data"])["detail"] == "last"
     writer.close()
     assert reader is not None
