@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import pytest
 
+from tests.e2e.conftest import BIN
 from tests.e2e.k8s.api import Api, eventually
 from tests.e2e.k8s.cluster import NODE, Cluster, Program, daemon, pod
 from tests.e2e.k8s.looks import GIB, answers, ended, removed, written
@@ -111,6 +112,20 @@ def test_a_whole_gpu_has_no_mask_and_no_library(cluster: Cluster) -> None:
     assert total > 191 * GIB
     assert "\n0\n" in f"\n{log}"
     removed(cluster, "whole")
+
+
+def told(cluster: Cluster) -> tuple[int | None, list[bool]]:
+    """What the kubelet may allocate, and which GPUs the registration calls healthy (Go leaves false out)."""
+    registered = json.loads(annotation(cluster, REGISTER) or "[]")
+    return cluster.allocatable("amd.com/gpu"), [gpu.get("health", False) for gpu in registered]
+
+
+@pytest.mark.usefixtures("served")
+def test_a_gpu_that_is_unhealthy_is_told_to_the_kubelet_and_to_hami(cluster: Cluster) -> None:
+    for word, wanted in (("unhealthy", (10, [True, False])), ("none", (20, [True, True]))):
+        done = cluster.corner.run(str(BIN / "amdvgpuctl"), "gpu", "health", "1", "--override", word)
+        assert done.code == 0, done.output
+        eventually(f"{wanted}", partial(lambda expected: told(cluster) == expected, wanted), 45)
 
 
 @pytest.mark.usefixtures("served")
