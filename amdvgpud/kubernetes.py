@@ -1,6 +1,6 @@
 """What speaks with a cluster, put together: imported, and gRPC with it, only where the settings ask for it.
 
-Beside :mod:`amdvgpud.cli`, which puts the rest together.
+Beside :mod:`amdvgpud.assembly`, which puts the rest together.
 """
 
 from __future__ import annotations

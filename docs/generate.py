@@ -21,10 +21,10 @@ from typing import Any, Final
 import click
 
 from amdvgpud import __version__
-from amdvgpud.cli import RELOADED
 from amdvgpud.cli import cli as amdvgpud_cli
 from amdvgpud.ctl.cli import EXIT_CODES
 from amdvgpud.ctl.cli import cli as amdvgpuctl_cli
+from amdvgpud.daemon import RELOADED
 from amdvgpud.serve.endpoints import ROUTES
 from amdvgpud.serve.metrics import HAMI_METRICS, METRICS, Metric
 from amdvgpud.serve.routes import openapi

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 import amdvgpud._abi
-from amdvgpud.cli import Daemon
 from amdvgpud.core.errors import HostFailure
 from amdvgpud.core.model import Compute, ComputePolicy, Request, slice_name
+from amdvgpud.daemon import Daemon
 from amdvgpud.host.systemd import Supervisor
 from amdvgpud.node import Node
 from amdvgpud.settings import Settings, read_settings
