@@ -67,6 +67,9 @@ def _install(wheels: Path, site: Path) -> None:
         shutil.rmtree(
             site / "bin"
         )  # command files of others, and ours with the builder's interpreter in its first line
+    for path in site.rglob("*"):
+        if path.is_file() and site / "amdvgpud" not in path.parents:
+            path.chmod(0o644)  # some wheels have executable modules and metadata
     for found in site.glob("*.dist-info"):
         # Of this build, not of what is shipped: paths and the installer's marks.
         for name in ("direct_url.json", "REQUESTED", "INSTALLER"):
