@@ -44,7 +44,7 @@ from amdvgpud.node import Node
 from amdvgpud.ports import HealthCheck
 from amdvgpud.serve.endpoints import Process
 from amdvgpud.serve.exporter import ExporterHealth
-from amdvgpud.serve.kubeapi import read_access
+from amdvgpud.serve.kube.api import read_access
 from amdvgpud.serve.metrics import CountedCdi, Metrics
 from amdvgpud.serve.reports import ReportSocket
 from amdvgpud.serve.rest import ApiSettings

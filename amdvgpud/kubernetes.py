@@ -18,21 +18,21 @@ from amdvgpud.core.model import ComputePolicy, Inventory, Slice
 from amdvgpud.core.render import partition_device
 from amdvgpud.node import Node
 from amdvgpud.ports import CdiSpecs
-from amdvgpud.serve.hami import HamiSettings, HamiSide
-from amdvgpud.serve.hami import withdraw as hami_withdraw
-from amdvgpud.serve.kubeapi import KubeApi, read_access
-from amdvgpud.serve.labels import keep_labels
+from amdvgpud.serve.kube.api import KubeApi, read_access
+from amdvgpud.serve.kube.hami import HamiSettings, HamiSide
+from amdvgpud.serve.kube.hami import withdraw as hami_withdraw
+from amdvgpud.serve.kube.labels import keep_labels
+from amdvgpud.serve.kube.podresources import PodResources
+from amdvgpud.serve.kube.pods import PodWatch
+from amdvgpud.serve.kube.resources import Grant, Mountpoints, Resource, grant_of
 from amdvgpud.serve.metrics import Metrics
-from amdvgpud.serve.podresources import PodResources
-from amdvgpud.serve.pods import PodWatch
-from amdvgpud.serve.resources import Grant, Mountpoints, Resource, grant_of
 from amdvgpud.settings import Settings
 
 try:
-    from amdvgpud.serve.kubelet import DevicePlugin, KubeletSettings
-    from amdvgpud.serve.kubelet_leases import Granting, KubeletLeases
-    from amdvgpud.serve.profiles import ProfileResource, Profiles
-    from amdvgpud.serve.whole import WholeResource, WholeResources
+    from amdvgpud.serve.kube.kubelet import DevicePlugin, KubeletSettings
+    from amdvgpud.serve.kube.leases import Granting, KubeletLeases
+    from amdvgpud.serve.kube.profiles import ProfileResource, Profiles
+    from amdvgpud.serve.kube.whole import WholeResource, WholeResources
 except ModuleNotFoundError as error:
     raise Invalid.field(
         "kubelet.mode",

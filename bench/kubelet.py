@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from tests.serve.kubelet import Plugin, a_kubelet
+from tests.serve.kube.kubelet import Plugin, a_kubelet
 
 CYCLES: Final = 200
 LIMIT_MS: Final = 20.0

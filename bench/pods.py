@@ -22,15 +22,15 @@ from amdvgpud.host.ledger import LedgerFiles
 from amdvgpud.host.store import BookStore
 from amdvgpud.host.sysfs import SysfsReader
 from amdvgpud.node import Node
-from amdvgpud.serve.hami import HamiSettings, HamiSide
-from amdvgpud.serve.kubeapi import Access, KubeApi
-from amdvgpud.serve.pods import PodWatch
-from amdvgpud.serve.resources import grant_of
+from amdvgpud.serve.kube.api import Access, KubeApi
+from amdvgpud.serve.kube.hami import HamiSettings, HamiSide
+from amdvgpud.serve.kube.pods import PodWatch
+from amdvgpud.serve.kube.resources import grant_of
 from amdvgpud.sim.models import parse_simulation
 from amdvgpud.sim.tree import build_tree
 from bench.gate import record
-from tests.serve.fake_kubeapi import FakeKubeApi
-from tests.serve.stage import HERE, bound_pod
+from tests.serve.kube.fake_kubeapi import FakeKubeApi
+from tests.serve.kube.stage import HERE, bound_pod
 
 PODS = 200
 ROUNDS = 3

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from amdvgpud.core import hami
-from tests.serve.fake_kubeapi import FakeKubeApi
-from tests.serve.kubelet import Kubelet, a_kubelet
-from tests.serve.stage import HERE, bound_pod
+from tests.serve.kube.fake_kubeapi import FakeKubeApi
+from tests.serve.kube.kubelet import Kubelet, a_kubelet
+from tests.serve.kube.stage import HERE, bound_pod
 
 PROGRAM = [sys.executable, "-c", "from amdvgpud.cli import main; main()"]
 

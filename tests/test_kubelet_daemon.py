@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.serve.kubelet import Kubelet, a_kubelet
+from tests.serve.kube.kubelet import Kubelet, a_kubelet
 
 PROFILE = "amdvgpu.io/25c-4g"
 

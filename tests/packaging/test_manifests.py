@@ -9,7 +9,7 @@ from types import ModuleType
 import yaml
 
 from amdvgpud import __version__
-from amdvgpud.serve.kubeapi import EVENTS_NAMESPACE, VERBS
+from amdvgpud.serve.kube.api import EVENTS_NAMESPACE, VERBS
 
 
 def test_the_plain_manifests_are_of_the_chart_as_it_is(manifests: ModuleType) -> None:

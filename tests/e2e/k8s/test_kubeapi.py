@@ -13,13 +13,21 @@ from typing import Any, cast
 import pytest
 
 from amdvgpud.core.errors import HostFailure
-from amdvgpud.serve.kubeapi import VERBS, Access, KubeApi
+from amdvgpud.serve.kube.api import VERBS, Access, KubeApi
 from tests.e2e.k8s.api import Api, Refused, eventually
 from tests.e2e.k8s.cluster import Cluster
 from tests.fakes import MemoryJournal
-from tests.serve.fake_kubeapi import FakeKubeApi
-from tests.serve.stage import Stage
-from tests.serve.test_hami import (  # noqa: F401
+from tests.serve.kube.fake_kubeapi import FakeKubeApi
+from tests.serve.kube.stage import Stage
+from tests.serve.kube.test_api import (  # noqa: F401
+    test_a_node_is_read_and_its_annotations_are_set_and_removed,
+    test_a_patch_of_another_version_is_stale_and_changes_nothing,
+    test_a_pod_that_took_anothers_name_is_not_patched,
+    test_a_watch_tells_all_pods_and_then_each_change,
+    test_an_event_about_the_node_is_written,
+    test_pods_are_those_of_the_node,
+)
+from tests.serve.kube.test_hami import (  # noqa: F401
     test_a_call_that_comes_twice_between_two_containers_does_not_take_the_seconds,
     test_a_call_that_comes_twice_gives_the_same_slice_and_takes_nothing_more,
     test_a_lock_of_a_pod_that_is_gone_is_released_and_the_pod_that_waits_is_served,
@@ -36,15 +44,7 @@ from tests.serve.test_hami import (  # noqa: F401
     test_what_cannot_be_served_fails_that_pod_and_frees_the_node,
     test_without_a_lock_the_oldest_binding_that_fits_the_call_is_served,
 )
-from tests.serve.test_kubeapi import (  # noqa: F401
-    test_a_node_is_read_and_its_annotations_are_set_and_removed,
-    test_a_patch_of_another_version_is_stale_and_changes_nothing,
-    test_a_pod_that_took_anothers_name_is_not_patched,
-    test_a_watch_tells_all_pods_and_then_each_change,
-    test_an_event_about_the_node_is_written,
-    test_pods_are_those_of_the_node,
-)
-from tests.serve.test_pods import (  # noqa: F401
+from tests.serve.kube.test_pods import (  # noqa: F401
     test_a_pod_that_is_not_over_keeps_its_slice,
     test_a_pod_that_is_over_gives_its_slice_back_after_a_grace,
     test_a_watch_that_is_behind_releases_nothing_that_the_api_still_has,
@@ -55,7 +55,7 @@ Json = dict[str, Any]
 
 
 class RealKubeApi:
-    """What tests/serve/fake_kubeapi.py has for a scheduler's and a user's part, on the real server."""
+    """What tests/serve/kube/fake_kubeapi.py has for a scheduler's and a user's part, on the real server."""
 
     def __init__(self, api: Api) -> None:
         self.api = api

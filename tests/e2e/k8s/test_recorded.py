@@ -1,4 +1,4 @@
-"""What the kubelet says to this daemon, byte by byte, is still what tests/serve/recorded keeps and replays.
+"""What the kubelet says to this daemon, byte by byte, is still what tests/serve/kube/recorded keeps and replays.
 
 ``AMDVGPU_E2E_RECORD=1`` writes it anew.
 """
@@ -21,7 +21,7 @@ from tests.e2e.k8s.recorder import Recorder
 
 pytestmark = [pytest.mark.root, pytest.mark.timeout(3000)]
 
-KEPT: Final = Path(__file__).resolve().parents[2] / "serve/recorded/kubelet.json"
+KEPT: Final = Path(__file__).resolve().parents[2] / "serve/kube/recorded/kubelet.json"
 PROFILE: Final = "amdvgpu.io/50c-90g"
 
 

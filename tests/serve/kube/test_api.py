@@ -14,8 +14,8 @@ import pytest
 from aiohttp import web
 
 from amdvgpud.core.errors import HostFailure, Invalid, NotFound, Stale
-from amdvgpud.serve.kubeapi import TRIES, Access, Changed, KubeApi, Listed, read_access
-from tests.serve.fake_kubeapi import FakeKubeApi, Json, failing
+from amdvgpud.serve.kube.api import TRIES, Access, Changed, KubeApi, Listed, read_access
+from tests.serve.kube.fake_kubeapi import FakeKubeApi, Json, failing
 
 
 def a_pod(name: str, node: str = "n1", **annotations: str) -> Json:

@@ -15,11 +15,11 @@ from amdvgpud.core import hami
 from amdvgpud.core.errors import AmdvgpuError, Conflict, HostFailure, Invalid, NoRoom, NotFound
 from amdvgpud.core.health import Condition, Health
 from amdvgpud.core.model import Compute, ComputePolicy, GpuId, Inventory, Priority, Request, Slice, SliceName
-from amdvgpud.serve.hami import GATE_IN_HAMI, HEARTBEAT_S, HamiSettings, withdraw
-from amdvgpud.serve.resources import Grant, GrantMount
+from amdvgpud.serve.kube.hami import GATE_IN_HAMI, HEARTBEAT_S, HamiSettings, withdraw
+from amdvgpud.serve.kube.resources import Grant, GrantMount
 from tests.fakes import a_gpu
-from tests.serve.fake_kubeapi import Fault, failing
-from tests.serve.stage import GPU, HERE, OTHER, Stage, a_container, slice_of
+from tests.serve.kube.fake_kubeapi import Fault, failing
+from tests.serve.kube.stage import GPU, HERE, OTHER, Stage, a_container, slice_of
 
 QUARTER = f"{GPU},AMD Instinct MI300X,16384,76:"
 HALF = f"{OTHER},AMD Instinct MI300X,32768,152:"

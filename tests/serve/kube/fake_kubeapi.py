@@ -16,7 +16,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from amdvgpud.serve.kubeapi import VERBS
+from amdvgpud.serve.kube.api import VERBS
 
 Json = dict[str, Any]
 Fault = Callable[[web.Request], Awaitable[web.StreamResponse | None]]

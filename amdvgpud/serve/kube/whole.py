@@ -27,8 +27,8 @@ from amdvgpud.core.model import (
 from amdvgpud.core.prefer import prefer
 from amdvgpud.core.render import partition_device
 from amdvgpud.node import Node, NodeView
-from amdvgpud.serve.kubelet_leases import Granting, KubeletLeases, device_of
-from amdvgpud.serve.resources import Device, Grant, fit, numa_node_of
+from amdvgpud.serve.kube.leases import Granting, KubeletLeases, device_of
+from amdvgpud.serve.kube.resources import Device, Grant, fit, numa_node_of
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ def resource_names(inventory: Inventory, naming: str) -> Mapping[str, tuple[Part
 
 
 class WholeResource:
-    """A :class:`amdvgpud.serve.resources.Resource`."""
+    """A :class:`amdvgpud.serve.kube.resources.Resource`."""
 
     def __init__(
         self, name: str, node: Node, leases: KubeletLeases, granting: Granting, naming: str, policy: str = "besteffort"

@@ -15,8 +15,8 @@ from amdvgpud.core.model import Slice
 from amdvgpud.core.prefer import prefer
 from amdvgpud.core.profiles import MOST, SliceProfile
 from amdvgpud.node import Node, NodeView
-from amdvgpud.serve.kubelet_leases import Granting, KubeletLeases, held_by_others
-from amdvgpud.serve.resources import Device, Grant, fit, numa_node_of
+from amdvgpud.serve.kube.leases import Granting, KubeletLeases, held_by_others
+from amdvgpud.serve.kube.resources import Device, Grant, fit, numa_node_of
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ _AGAIN: Final = ("inventory.", "gpu.", "slice.deleted", "lease.released", "lease
 
 
 class ProfileResource:
-    """A :class:`amdvgpud.serve.resources.Resource`."""
+    """A :class:`amdvgpud.serve.kube.resources.Resource`."""
 
     def __init__(
         self, profile: SliceProfile, node: Node, leases: KubeletLeases, granting: Granting, policy: str = "besteffort"

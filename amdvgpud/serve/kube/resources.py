@@ -1,8 +1,8 @@
 """What a node offers to its kubelet: resource names, the devices behind them, and what a container gets for some.
 
-Owns the interface between the face that speaks the kubelet's protocol (:mod:`amdvgpud.serve.kubelet`) and those who
-decide what a device of a resource is, and makes a :class:`Grant` of slices. "Device" is the kubelet's word here: an id
-that it counts and hands out. Does not own the protocol, and loads neither gRPC nor protobuf.
+Owns the interface between the face that speaks the kubelet's protocol (:mod:`amdvgpud.serve.kube.kubelet`) and those
+who decide what a device of a resource is, and makes a :class:`Grant` of slices. "Device" is the kubelet's word here: an
+id that it counts and hands out. Does not own the protocol, and loads neither gRPC nor protobuf.
 """
 
 from __future__ import annotations

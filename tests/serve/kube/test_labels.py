@@ -10,8 +10,8 @@ import pytest
 from amdvgpud.core.errors import HostFailure
 from amdvgpud.core.labels import labels_of
 from amdvgpud.core.model import Inventory
-from amdvgpud.serve.kubeapi import ClusterNode, Meta
-from amdvgpud.serve.labels import LOOK_S, RETRY_S, REVIEW_S, keep_labels
+from amdvgpud.serve.kube.api import ClusterNode, Meta
+from amdvgpud.serve.kube.labels import LOOK_S, RETRY_S, REVIEW_S, keep_labels
 from tests.fakes import an_inventory
 
 

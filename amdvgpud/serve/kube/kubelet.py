@@ -1,8 +1,8 @@
 """The kubelet's device plugin API, v1beta1: a server for each resource name, in the kubelet's own directory.
 
 Owns the protocol: sockets, registration and its repetition, the stream of devices, the answers. What the devices are
-and what a container gets for them is a :class:`amdvgpud.serve.resources.Resource`'s. Loads gRPC (0.1 s, 28 MB), so it
-is imported only where a kubelet is to be served.
+and what a container gets for them is a :class:`amdvgpud.serve.kube.resources.Resource`'s. Loads gRPC (0.1 s, 28 MB), so
+it is imported only where a kubelet is to be served.
 
 A registration is over when the kubelet is not the one that it was made with (its socket is another file), when our
 socket is gone (a kubelet that starts empties the directory), or when nobody listens to our devices. Then all of it is
@@ -34,10 +34,10 @@ import grpc.aio
 
 from amdvgpud.core.errors import AmdvgpuError, Conflict, Invalid, NoRoom, NotFound
 from amdvgpud.node import Node
+from amdvgpud.serve.kube.podresources import PodResources
+from amdvgpud.serve.kube.resources import Device, Grant, Resource
 from amdvgpud.serve.metrics import Metrics
 from amdvgpud.serve.pb import deviceplugin_pb2 as pb
-from amdvgpud.serve.podresources import PodResources
-from amdvgpud.serve.resources import Device, Grant, Resource
 
 log = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ import pytest
 from amdvgpud.core.model import Book, Compute, Inventory, Request, Slice, SliceName
 from amdvgpud.core.plan import place
 from amdvgpud.host.cdi import CdiFile, SimulatedDevices
-from amdvgpud.serve.kubelet import answer_of
-from amdvgpud.serve.resources import Grant, GrantMount, GrantNode, grant_of, slot_count
+from amdvgpud.serve.kube.kubelet import answer_of
+from amdvgpud.serve.kube.resources import Grant, GrantMount, GrantNode, grant_of, slot_count
 from tests.fakes import GIB, a_gpu, an_inventory
 
 

@@ -2,7 +2,7 @@
 
 Owns the registration and its truth, the way from a call of the kubelet to the pod that is meant, and what becomes of
 node lock and bind phase on every way out of that. Placement is the Node's, the texts are :mod:`amdvgpud.core.hami`'s,
-pods that end are :mod:`amdvgpud.serve.pods`'s.
+pods that end are :mod:`amdvgpud.serve.kube.pods`'s.
 
 A call of the kubelet names devices and no pod. The scheduler binds one pod at a time and writes its name into the node
 lock, so the pod that the lock names is the one; only without a lock are the pods searched, and then what they carry may
@@ -27,9 +27,9 @@ from amdvgpud.core.health import Health
 from amdvgpud.core.model import GpuId, Holder, Request, Slice, SliceName
 from amdvgpud.core.modes import parse_target
 from amdvgpud.node import Node, NodeView
-from amdvgpud.serve.kubeapi import ClusterNode, KubeApi, Pod, PodContainer
-from amdvgpud.serve.pods import PodWatch, strangers, waiting_of
-from amdvgpud.serve.resources import Device, Grant, GrantMount, numa_node_of
+from amdvgpud.serve.kube.api import ClusterNode, KubeApi, Pod, PodContainer
+from amdvgpud.serve.kube.pods import PodWatch, strangers, waiting_of
+from amdvgpud.serve.kube.resources import Device, Grant, GrantMount, numa_node_of
 
 log = logging.getLogger(__name__)
 
@@ -308,7 +308,7 @@ class _Turn:
 
 
 class HamiResource:
-    """``amd.com/gpu``: a :class:`amdvgpud.serve.resources.Resource` whose devices mean nothing but a count."""
+    """``amd.com/gpu``: a :class:`amdvgpud.serve.kube.resources.Resource` whose devices mean nothing but a count."""
 
     name: Final = hami.COUNT_RESOURCE
 

@@ -16,11 +16,11 @@ from amdvgpud.core.errors import Conflict, NoRoom
 from amdvgpud.core.health import Condition, Health
 from amdvgpud.core.model import Partition
 from amdvgpud.node import NodeView
-from amdvgpud.serve.kubelet import DevicePlugin, KubeletSettings
-from amdvgpud.serve.podresources import PodResources
-from amdvgpud.serve.resources import Device, Grant, GrantMount, GrantNode, Resource, slots
+from amdvgpud.serve.kube.kubelet import DevicePlugin, KubeletSettings
+from amdvgpud.serve.kube.podresources import PodResources
+from amdvgpud.serve.kube.resources import Device, Grant, GrantMount, GrantNode, Resource, slots
 from tests.serve.conftest import Desk
-from tests.serve.kubelet import a_kubelet
+from tests.serve.kube.kubelet import a_kubelet
 
 GPU = "amd.com/gpu"
 
@@ -200,7 +200,7 @@ async def test_a_kubelet_that_takes_it_and_does_not_listen_is_told_again(
         while len(kubelet.registrations) < 3:
             await asyncio.sleep(0.01)
     warnings = [
-        r.getMessage() for r in caplog.records if r.name == "amdvgpud.serve.kubelet" and r.levelname == "WARNING"
+        r.getMessage() for r in caplog.records if r.name == "amdvgpud.serve.kube.kubelet" and r.levelname == "WARNING"
     ]
     (warning,) = warnings
     assert warning.endswith("the kubelet took the registration and did not ask for devices in 8 s")

@@ -21,7 +21,7 @@ from amdvgpud.core import hami
 from amdvgpud.core.errors import AmdvgpuError, Invalid, NotFound
 from amdvgpud.core.model import SliceName
 from amdvgpud.node import Node
-from amdvgpud.serve.kubeapi import KubeApi, Listed, Pod, PodContainer
+from amdvgpud.serve.kube.api import KubeApi, Listed, Pod, PodContainer
 
 log = logging.getLogger(__name__)
 

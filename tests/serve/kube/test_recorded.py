@@ -14,11 +14,11 @@ import pytest
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from amdvgpud.node import NodeView
+from amdvgpud.serve.kube.resources import Device, Grant
 from amdvgpud.serve.pb import deviceplugin_pb2 as pb
-from amdvgpud.serve.resources import Device, Grant
 from tests.serve.conftest import Desk
-from tests.serve.kubelet import a_kubelet
-from tests.serve.test_kubelet import a_plugin, running
+from tests.serve.kube.kubelet import a_kubelet
+from tests.serve.kube.test_kubelet import a_plugin, running
 
 SAID: Final[list[dict[str, str]]] = json.loads((Path(__file__).parent / "recorded/kubelet.json").read_text())
 NAME: Final = "amdvgpu.io/50c-90g"

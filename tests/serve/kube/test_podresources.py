@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from amdvgpud.core.errors import HostFailure
-from amdvgpud.serve.podresources import CheckpointEntry, ContainerDevices, PodResources, read_checkpoint
-from tests.serve.kubelet import a_kubelet
+from amdvgpud.serve.kube.podresources import CheckpointEntry, ContainerDevices, PodResources, read_checkpoint
+from tests.serve.kube.kubelet import a_kubelet
 
 OF_KUBELET_1_35 = (
     '{"Data":{"PodDeviceEntries":[{"PodUID":"uid-w","ContainerName":"main","ResourceName":"amd.com/gpu","DeviceIDs":'

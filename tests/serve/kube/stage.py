@@ -11,12 +11,12 @@ from typing import Any
 from amdvgpud.core import hami
 from amdvgpud.core.model import Inventory, Slice
 from amdvgpud.node import Node
-from amdvgpud.serve.hami import HamiSettings, HamiSide
-from amdvgpud.serve.kubeapi import Access, KubeApi
-from amdvgpud.serve.pods import PodWatch
-from amdvgpud.serve.resources import Grant
+from amdvgpud.serve.kube.api import Access, KubeApi
+from amdvgpud.serve.kube.hami import HamiSettings, HamiSide
+from amdvgpud.serve.kube.pods import PodWatch
+from amdvgpud.serve.kube.resources import Grant
 from tests.fakes import MemoryCdi, MemoryFiles, MemoryJournal, StillModes, StillSysfs, a_gpu
-from tests.serve.fake_kubeapi import FakeKubeApi, Json
+from tests.serve.kube.fake_kubeapi import FakeKubeApi, Json
 
 HERE = "n1"
 GPU, OTHER = (f"GPU-{0xABCD0000 + i:016x}" for i in (0, 1))

@@ -26,8 +26,8 @@ from typing import Final
 from amdvgpud.core.errors import AmdvgpuError, Conflict, Lingering, NotFound
 from amdvgpud.core.model import Holder, Lease, LeaseId, Request, Slice, SliceName
 from amdvgpud.node import Node, NodeView
-from amdvgpud.serve.podresources import CheckpointEntry, PodResources, read_checkpoint
-from amdvgpud.serve.resources import Grant
+from amdvgpud.serve.kube.podresources import CheckpointEntry, PodResources, read_checkpoint
+from amdvgpud.serve.kube.resources import Grant
 
 log = logging.getLogger(__name__)
 

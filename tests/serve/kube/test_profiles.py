@@ -14,11 +14,11 @@ from amdvgpud.core.errors import Conflict, HostFailure, Lingering, NoRoom, NotFo
 from amdvgpud.core.health import Condition, Health
 from amdvgpud.core.model import Compute, ComputePolicy, Holder, Request, Slice, SliceName
 from amdvgpud.core.profiles import SliceProfile, parse_profiles
-from amdvgpud.serve.kubelet_leases import KubeletLeases
-from amdvgpud.serve.podresources import ContainerDevices
-from amdvgpud.serve.profiles import ProfileResource, Profiles, slices_of
-from amdvgpud.serve.resources import Device, Grant
-from amdvgpud.serve.whole import WholeResource, WholeResources, resource_names
+from amdvgpud.serve.kube.leases import KubeletLeases
+from amdvgpud.serve.kube.podresources import ContainerDevices
+from amdvgpud.serve.kube.profiles import ProfileResource, Profiles, slices_of
+from amdvgpud.serve.kube.resources import Device, Grant
+from amdvgpud.serve.kube.whole import WholeResource, WholeResources, resource_names
 from tests.fakes import GIB, an_inventory, in_mode
 from tests.serve.conftest import Desk
 
@@ -98,7 +98,7 @@ async def test_a_profile_that_does_not_fit_is_said_once_and_the_others_go_on(
     for _ in range(2):
         await profiles.cut()
     assert sorted(desk.node.view().book.slices) == ["five-0", "five-1", "five-2", "five-3"]
-    huge, five, small = (r.getMessage() for r in caplog.records if r.name == "amdvgpud.serve.profiles")
+    huge, five, small = (r.getMessage() for r in caplog.records if r.name == "amdvgpud.serve.kube.profiles")
     assert huge.startswith("Profile huge: there is room for 0 of its slices: wanted 900 GiB")
     assert five.startswith("Profile five: there is room for 4 of its slices, not 5: wanted 96 GiB")
     assert small.startswith("Profile small: there is room for 0 of its slices, not 1: wanted")
@@ -386,5 +386,5 @@ async def test_gpus_that_are_cut_in_different_ways_are_not_offered_by_one_name(
     desk.sysfs.inventory = replace(desk.sysfs.inventory, gpus=(first, in_mode(second, "CPX")), generation_id=2)
     await desk.node.rescan()
     assert list(offered.now()) == list(offered.now()) == []
-    (text,) = [r.getMessage() for r in caplog.records if r.name == "amdvgpud.serve.whole"]
+    (text,) = [r.getMessage() for r in caplog.records if r.name == "amdvgpud.serve.kube.whole"]
     assert text.startswith("The GPUs are partitioned in different ways")

@@ -10,9 +10,9 @@ import pytest
 from amdvgpud.core import hami
 from amdvgpud.core.errors import Conflict, HostFailure
 from amdvgpud.core.model import Compute, ComputePolicy, Request, SliceName
-from amdvgpud.serve.pods import SAID_S
-from tests.serve.fake_kubeapi import Json, failing
-from tests.serve.stage import GPU, HERE, OTHER, Stage, a_container, slice_of
+from amdvgpud.serve.kube.pods import SAID_S
+from tests.serve.kube.fake_kubeapi import Json, failing
+from tests.serve.kube.stage import GPU, HERE, OTHER, Stage, a_container, slice_of
 
 QUARTER = f"{GPU},T,16384,76:;"
 

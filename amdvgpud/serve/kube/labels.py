@@ -15,7 +15,7 @@ from typing import Final, Protocol
 from amdvgpud.core.errors import AmdvgpuError
 from amdvgpud.core.labels import labels_of, stale
 from amdvgpud.core.model import Inventory
-from amdvgpud.serve.kubeapi import ClusterNode
+from amdvgpud.serve.kube.api import ClusterNode
 
 log = logging.getLogger(__name__)
 
