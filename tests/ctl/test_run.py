@@ -85,6 +85,7 @@ def test_the_lease_is_asked_for_this_process_and_released_when_the_command_ends(
         "holder": "amdvgpuctl run true",
         "pid": process.pid,
         "ttl_s": None,
+        "bind": "holder",
     }
 
 

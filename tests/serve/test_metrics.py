@@ -140,8 +140,8 @@ async def test_ten_thousand_leases_later_the_answer_is_as_long_as_before(
     async def size() -> int:
         return len(await _samples(desk))
 
-    async def at_once(function: Any, *args: Any) -> Any:
-        return function(*args)
+    async def at_once(function: Any, *args: Any, **named: Any) -> Any:
+        return function(*args, **named)
 
     # The ports are in memory here: twenty thousand hops to a thread and lines of log would be most of the time.
     monkeypatch.setattr(asyncio, "to_thread", at_once)
