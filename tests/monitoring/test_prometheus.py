@@ -32,6 +32,7 @@ PATIENCE_S = 25.0
 
 MAY_BE_EMPTY = {
     "amdvgpud-node: Refused or failed changes": "nothing was refused",
+    "amdvgpud-node: Changes of health, by who found them": "no GPU has changed",
     "amdvgpud-node: Time of changes (95th percentile)": "no change since the first scrape",
 }
 
