@@ -521,14 +521,16 @@ def read_settings(environment: Mapping[str, str], flags: Mapping[str, str], file
     if wrong:
         raise Invalid("\n".join(w.detail for w in wrong), tuple(f for w in wrong for f in w.fields))
     settings = Settings(**values, origin={key: origin for key, (_, origin) in given.items()})  # type: ignore[arg-type]
-    _check_delivery(settings)
+    _check_hook_reaches(settings)
     return settings
 
 
-def _check_delivery(settings: Settings) -> None:
+def _check_hook_reaches(settings: Settings) -> None:
     """What only the hook can do must not be asked for where the hook does not come along."""
     wanted = [key for key, on in (("hook.required", settings.hook_required),) if on]
     wanted += [f"images.policy = {settings.images_policy!r}"] if settings.images_policy != "show" else []
+    if wanted and not settings.hook_enabled:
+        raise Invalid.field("hook.enabled", f"is off, and {' and '.join(wanted)} needs the hook: switch it on")
     if wanted and settings.kubelet_delivery == "nodes" and {"profiles", "hami"} & set(settings.kubelet_mode):
         raise Invalid.field(
             "kubelet.delivery",

@@ -163,6 +163,13 @@ def test_what_needs_the_hook_is_refused_where_pods_get_none(
     assert f"'nodes' brings no hook into pods, which {refused} needs" in error.value.detail
 
 
+@pytest.mark.parametrize("flags", [{"images.policy": "dmem"}, {"hook.required": "true"}])
+def test_what_needs_the_hook_is_refused_where_it_is_off(flags: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "amdvgpud.toml").touch()
+    with pytest.raises(Invalid, match=r"hook\.enabled: is off, and .* needs the hook: switch it on"):
+        read_settings({}, flags | {"hook.enabled": "false"}, tmp_path / "amdvgpud.toml")
+
+
 def test_profiles_are_a_table_in_a_file_and_a_text_elsewhere(tmp_path: Path) -> None:
     file = tmp_path / "amdvgpud.toml"
     file.write_text(
