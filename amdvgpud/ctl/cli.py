@@ -613,9 +613,10 @@ def _run_leased(
 
     from amdvgpud.core import wire
     from amdvgpud.ctl import show
+    from amdvgpud.ctl.cgroup import OwnCgroup
     from amdvgpud.ctl.client import ClientError, part
     from amdvgpud.ctl.delivery import Grant
-    from amdvgpud.ctl.libraries import gate_library
+    from amdvgpud.ctl.libraries import gate_library, hook_program
 
     client = _client()
     # The program's name, not its arguments: people put secrets there, and everybody may read the leases.
@@ -629,7 +630,9 @@ def _run_leased(
     lease, _ = client.change("POST", "/v1/leases", wire.LeaseView, asked)
     try:
         preload = tuple(Path(p) for p in lease.preload) or (gate_library(),)
-        grant = Grant(lease.slice, Path(lease.slice_dir) / "guest", lease.environment, preload)
+        slice_dir = Path(lease.slice_dir)
+        apart = OwnCgroup.fresh(lease.slice, hook_program(preload[0]), slice_dir.parents[1] / "report.sock")
+        grant = Grant(lease.slice, slice_dir / "guest", lease.environment, preload, apart)
         if not os.access(grant.guest / "policy", os.R_OK):
             # Refused here, in words: the gate would refuse all VRAM for want of a policy.
             why = f"slice {lease.slice} belongs to another user: uid {os.geteuid()} cannot read {grant.guest}"

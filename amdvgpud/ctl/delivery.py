@@ -24,6 +24,7 @@ from typing import Final
 
 from amdvgpud.core.image import HEAD_BYTES, loader_of, same_architecture, script_words
 from amdvgpud.core.render import PLATFORM_FOLDER, STAND_IN_FOLDER, preload_line
+from amdvgpud.ctl.cgroup import OwnCgroup
 
 GUEST_ROOT: Final = Path("/run/amdvgpu")
 PRELOAD_FILE: Final = Path("/etc/ld.so.preload")
@@ -52,6 +53,8 @@ class Grant:
     environment: Mapping[str, str]
     preload: tuple[Path, ...]
     """Libraries to load before the command's own, in this order; the gate is the first."""
+    cgroup: OwnCgroup | None = None
+    """What the command is to be put into; None: nobody would be told of it."""
 
 
 # ------------------------------------------------------------------------------------------------------ by mounts

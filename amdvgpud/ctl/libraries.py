@@ -33,6 +33,11 @@ def gate_library() -> Path:
     )
 
 
+def hook_program(gate: Path) -> Path:
+    """The messenger that came with ``gate``, whether it is there or not: nothing depends on it."""
+    return gate.with_name("amdvgpu-hook")
+
+
 def softkfd_library(gate: Path) -> Path:
     """The simulated KFD that came with ``gate``; ``HostFailure`` where it did not."""
     beside = gate.with_name("libsoftkfd.so")

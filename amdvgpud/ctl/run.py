@@ -96,7 +96,10 @@ def _attempt(
     os.close(word_out)
     with open(word_in, "rb") as words:  # noqa: PTH123 (a descriptor)
         word = words.read()
-    return _wait(child, ttl_s), word.decode() or None
+    code = _wait(child, ttl_s)
+    if mounted and grant.cgroup is not None:
+        grant.cgroup.remove()
+    return code, word.decode() or None
 
 
 def _wait(child: int, ttl_s: float | None) -> int:
@@ -138,7 +141,11 @@ def _become(
     code = NOT_EXECUTABLE
     try:
         if mounts is not None:
+            # Before the mounts, which hide systemd's bus from nobody but may come with a user namespace that does.
+            apart = mounts.cgroup is not None and mounts.cgroup.enter() is None
             deliver_by_mounts(mounts)
+            if apart and mounts.cgroup is not None:
+                mounts.cgroup.tell()
         # Killed outright, amdvgpuctl can release nothing, and the daemon ends the lease: a command that went on would
         # use what is promised to somebody else. SIGKILL as SIGTERM can be ignored.
         die_with_parent(signal.SIGKILL, parent)

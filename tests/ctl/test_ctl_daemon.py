@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -63,6 +64,27 @@ def test_a_command_is_held_to_its_lease_and_is_shown_while_it_lasts(
     assert (item["state"], item["shares"][0]["used_bytes"]) == ("running", 4 << 30)
     assert Client(socket).get("/v1/leases", wire.LeaseList)[0].leases == []
     assert Client(socket).get("/v1/slices", wire.SliceList)[0].slices == []
+
+
+def test_a_command_has_a_cgroup_of_its_own_that_the_daemon_knows(ctl: Ctl, socket: str) -> None:
+    """Where systemd runs the machine it is a scope; a machine without a v2 tree has no cgroup to give."""
+    has_tree = any(" - cgroup2 " in line for line in Path("/proc/self/mountinfo").read_text().splitlines())
+    process = ctl("run", "-q", *ASKED, "--", "sh", "-c", "cat /proc/self/cgroup; echo; exec sleep 600")
+    assert process.stdout is not None
+    lines = list(iter(process.stdout.readline, "\n"))
+    cgroup = next(line.removeprefix("0::").strip() for line in lines if line.startswith("0::"))
+    try:
+        name = cgroup.rpartition("/")[2]
+        assert bool(re.fullmatch(r"amdvgpu-run-[0-9a-f]{64}\.scope", name)) == has_tree
+        if not has_tree:
+            return
+        (item,) = Client(socket).get("/v1/slices", wire.SliceList)[0].slices
+        (container,) = Client(socket).get(f"/v1/slices/{item.name}", wire.SliceView)[0].containers
+        assert (name, item.enforced_by) == (f"amdvgpu-run-{container.id}.scope", "gate")
+    finally:
+        process.terminate()
+        process.wait(timeout=60)
+    assert not list(Path("/sys/fs/cgroup").glob(f"**/{name}"))
 
 
 def test_two_commands_have_slices_of_their_own(ctl: Ctl, taker: Path, gpu_id: str) -> None:
