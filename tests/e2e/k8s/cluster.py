@@ -409,7 +409,11 @@ def pod(name: str, *argv: str, limits: Mapping[str, str | int] | None = None, **
 
 @contextlib.contextmanager
 def daemon(cluster: Cluster, *options: str) -> Iterator[Program]:
-    """amdvgpud as a service of the machine would run: all pids in sight, the corner's files."""
+    """amdvgpud as a service of the machine would run: all pids in sight, the corner's files. It has promised nothing.
+
+    What the daemon of one module has cut would be missing from what the next one offers.
+    """
+    cluster.corner.run("rm", "-rf", "/var/lib/amdvgpud")
     log = cluster.folder / f"amdvgpud-{time.monotonic_ns()}.log"
     started = cluster.corner.start_outside(str(BIN / "amdvgpud"), "--rest-tcp", "", *options, log=log)
     program = Program("amdvgpud", (), {}, log, started)
