@@ -125,9 +125,10 @@ int soft_set_cu_mask(struct kfd_ioctl_set_cu_mask_args *a) {
 #define EVENT_PAGE_OFFSET (12ull << 20) /* in the file behind /dev/kfd */
 static struct {
   bool used, signaled, auto_reset;
-  uint32_t type;
-  uint64_t age;
+  uint32_t type, waiting; /* waiting: callers that wait for it now */
+  uint64_t age, last_set; /* last_set: `sets` as it was set last */
 } events[MAX_EVENTS];
+static uint64_t sets; /* of all events, since the start */
 static pthread_mutex_t event_mutex = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t event_change = PTHREAD_COND_INITIALIZER;
 
@@ -155,7 +156,12 @@ void soft_destroy_event(uint32_t id) {
 void soft_set_event(uint32_t id) {
   if (!id || id >= MAX_EVENTS) return;
   pthread_mutex_lock(&event_mutex);
-  if (events[id].used) events[id].signaled = true, events[id].age++;
+  if (events[id].used) {
+    /* As in kfd_events.c: whoever waits now is woken, all of them, and only what nobody waits for is kept for the next
+     * one. ROCr has two threads on one event when it destroys a queue: woken one alone, it waits for ever. */
+    events[id].signaled = !events[id].auto_reset || !events[id].waiting;
+    events[id].age++, events[id].last_set = ++sets;
+  }
   pthread_cond_broadcast(&event_change);
   pthread_mutex_unlock(&event_mutex);
 }
@@ -175,17 +181,29 @@ int soft_wait_events(struct kfd_ioctl_wait_events_args *a) {
   struct kfd_event_data *d = (void *)a->events_ptr;
   struct timespec until;
   int error = 0;
+  if (a->num_events > MAX_EVENTS) return EINVAL;
+  bool activated[MAX_EVENTS];
   clock_gettime(CLOCK_REALTIME, &until);
   until.tv_sec += a->timeout / 1000;
   until.tv_nsec += a->timeout % 1000 * 1000000l;
   if (until.tv_nsec >= 1000000000) until.tv_sec++, until.tv_nsec -= 1000000000;
   pthread_mutex_lock(&event_mutex);
+  uint64_t entered = sets;
+  for (uint32_t i = 0; i < a->num_events; i++) {
+    uint32_t id = d[i].event_id;
+    if (!id || id >= MAX_EVENTS) continue;
+    activated[i] = events[id].signaled;
+    if (events[id].auto_reset) events[id].signaled = false;
+    events[id].waiting++;
+  }
   for (;;) {
     uint32_t hits = 0, unknown = 0;
     for (uint32_t i = 0; i < a->num_events; i++) {
       uint32_t id = d[i].event_id;
       if (!id || id >= MAX_EVENTS || !events[id].used) unknown++;
-      else hits += events[id].signaled || (counts_age(&d[i]) && d[i].signal_event_data.last_event_age != events[id].age);
+      else
+        hits += activated[i] || events[id].last_set > entered ||
+                (counts_age(&d[i]) && d[i].signal_event_data.last_event_age != events[id].age);
     }
     if (unknown) {
       a->wait_result = KFD_IOC_WAIT_RESULT_FAIL;
@@ -193,10 +211,8 @@ int soft_wait_events(struct kfd_ioctl_wait_events_args *a) {
       break;
     }
     if (hits && (!a->wait_for_all || hits == a->num_events)) {
-      for (uint32_t i = 0; i < a->num_events; i++) {
+      for (uint32_t i = 0; i < a->num_events; i++)
         if (counts_age(&d[i])) d[i].signal_event_data.last_event_age = events[d[i].event_id].age;
-        if (events[d[i].event_id].auto_reset) events[d[i].event_id].signaled = false;
-      }
       a->wait_result = KFD_IOC_WAIT_RESULT_COMPLETE;
       break;
     }
@@ -206,6 +222,8 @@ int soft_wait_events(struct kfd_ioctl_wait_events_args *a) {
       break;
     }
   }
+  for (uint32_t i = 0; i < a->num_events; i++)
+    if (d[i].event_id && d[i].event_id < MAX_EVENTS) events[d[i].event_id].waiting--;
   pthread_mutex_unlock(&event_mutex);
   return error;
 }
