@@ -99,7 +99,9 @@ def refusal_of(error: Exception) -> Refusal | None:
             413: "the body is larger than this API takes",
         }
         keep = {k: v for k, v in error.headers.items() if k in ("Allow", "Location")}
-        code = "not-found" if error.status == 404 else phrase.lower().replace(" ", "-")
+        # Codes stay while the phrases of HTTP change: 413's did with Python 3.13.
+        lasting = {404: "not-found", 413: "request-entity-too-large"}
+        code = lasting.get(error.status) or phrase.lower().replace(" ", "-")
         return Refusal(error.status, code, details.get(error.status, phrase), headers=keep)
     return None
 

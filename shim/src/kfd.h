@@ -34,6 +34,11 @@ struct kfd_criu { uint64_t pointers[3], private_bytes; uint32_t counts[3], pid, 
 #define KFD_CREATE_PROCESS _IO('K', 0x27) /* the one without direction or size; the console has no such number */
 #define KFD_AVAILABLE_MEMORY _IOWR('K', 0x23, struct kfd_available_memory)
 
+#ifndef _IOC_DIR /* musl's <sys/ioctl.h> puts requests together and takes none apart; as asm-generic/ioctl.h has it */
+#define _IOC_DIR(request) ((request) >> 30 & 3)
+#define _IOC_SIZE(request) ((request) >> 16 & 0x3fff)
+#endif
+
 /* Whether `request` is `known` or a longer form of it. */
 static inline int kfd_is(unsigned long request, unsigned long known) {
     return _IOC_DIR(request) == _IOC_DIR(known) && _IOC_SIZE(request) >= _IOC_SIZE(known);

@@ -8,6 +8,7 @@ own dynamic linker. The program is kfdclient, which makes the requests that ROCm
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -254,7 +255,7 @@ def test_a_deleted_slice_cannot_be_asked_for_any_more(served: Any) -> None:
 def test_the_command_line_says_that_podman_resolves_the_slice(served: Any) -> None:
     answer = served.ctl("cdi", "validate", "alice")
     assert answer.code == 0, answer.output
-    assert "podman 4.3.1 would resolve it" in " ".join(answer.output.split()).replace(": ", " ")
+    assert re.search(r"podman [0-9.]+ would resolve it", " ".join(answer.output.split()).replace(": ", " "))
 
 
 def test_the_file_is_where_everybody_looks_and_readable(served: Any) -> None:
