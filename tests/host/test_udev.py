@@ -183,4 +183,4 @@ def test_a_card_that_comes_changes_and_goes_is_heard_and_is_one_scan() -> None:
     assert done.returncode == 0, done.stderr
     (added, changed, removed), scans = json.loads(done.stdout)
     assert (added, changed, removed[:2], scans) == (["drm", "add", 1], ["drm", "change", 1], ["drm", "remove"], 1)
-    assert removed[2] in (1, 2)  # umockdev 0.18 and later sends one of its own with the device's removal
+    assert removed[2] in (1, 2)  # Debian 13's umockdev makes two of it, Debian 12's one (both seen)

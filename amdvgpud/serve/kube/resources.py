@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 from amdvgpud.core.model import GpuId, Partition, Slice
 from amdvgpud.node import NodeView
@@ -104,29 +104,6 @@ def numa_node_of(partition: Partition) -> int | None:
     """For the kubelet, which takes a negative node for a request to place on a node that no machine has."""
     node = partition.numa_node
     return node if node is not None and node >= 0 else None
-
-
-# --------------------------------------------------------------------------------------------------------- slots
-
-GFX12_SLOTS: Final = 2
-SLOTS: Final = 10
-"""How many containers may share a GPU where nobody says. HAMi's numbers for AMD."""
-
-
-def slot_count(partition: Partition, split_count: int) -> int:
-    """Containers that may share ``partition``; ``split_count`` 0 leaves it to the GPU's generation."""
-    if split_count:
-        return split_count
-    return GFX12_SLOTS if partition.gfx_target.startswith("gfx12") else SLOTS
-
-
-def slots(view: NodeView, split_count: int, key_of: Callable[[Partition], str]) -> tuple[Device, ...]:
-    """``<key>#<slot>`` for each place that a container may have on a Partition, Partitions in KFD order."""
-    return tuple(
-        Device(f"{key_of(partition)}#{slot}", fit(view, partition.gpu), numa_node_of(partition))
-        for partition in view.inventory.partitions
-        for slot in range(slot_count(partition, split_count))
-    )
 
 
 # -------------------------------------------------------------------------------------------------------- grants

@@ -18,7 +18,7 @@ from amdvgpud.core.model import Partition
 from amdvgpud.node import NodeView
 from amdvgpud.serve.kube.kubelet import DevicePlugin, KubeletSettings
 from amdvgpud.serve.kube.podresources import PodResources
-from amdvgpud.serve.kube.resources import Device, Grant, GrantMount, GrantNode, Resource, slots
+from amdvgpud.serve.kube.resources import Device, Grant, GrantMount, GrantNode, Resource, fit, numa_node_of
 from tests.serve.conftest import Desk
 from tests.serve.kube.kubelet import a_kubelet
 
@@ -33,7 +33,11 @@ class TenSlots:
     failures: list[Exception] = field(default_factory=list)
 
     def devices(self, view: NodeView) -> Sequence[Device]:
-        return slots(view, 0, key)
+        return tuple(
+            Device(f"{key(place)}#{slot}", fit(view, place.gpu), numa_node_of(place))
+            for place in view.inventory.partitions
+            for slot in range(10)
+        )
 
     async def allocate(self, ids: Sequence[str]) -> Grant:
         if self.failures:

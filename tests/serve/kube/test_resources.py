@@ -1,4 +1,4 @@
-"""A grant is made of what the CDI file says, for real slices rendered by the real writer; and slots."""
+"""A grant is made of what the CDI file says, for real slices rendered by the real writer."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
+from amdvgpud.core import hami
 from amdvgpud.core.model import Book, Compute, Inventory, Request, Slice, SliceName
 from amdvgpud.core.plan import place
 from amdvgpud.host.cdi import CdiFile, SimulatedDevices
 from amdvgpud.serve.kube.kubelet import answer_of
-from amdvgpud.serve.kube.resources import Grant, GrantMount, GrantNode, grant_of, slot_count
+from amdvgpud.serve.kube.resources import Grant, GrantMount, GrantNode, grant_of
 from tests.fakes import GIB, a_gpu, an_inventory
 
 
@@ -126,4 +127,4 @@ def test_what_is_added_is_told_in_either_way(delivery: str) -> None:
     [("gfx942", 0, 10), ("gfx1201", 0, 2), ("gfx1201", 5, 5), ("gfx1100", 0, 10)],
 )
 def test_how_many_may_share_a_gpu(gfx_target: str, split_count: int, count: int) -> None:
-    assert slot_count(replace(a_gpu(0).partitions[0], gfx_target=gfx_target), split_count) == count
+    assert hami.split_count(replace(a_gpu(0), gfx_target=gfx_target), split_count) == count
