@@ -141,11 +141,12 @@ def _become(
     code = NOT_EXECUTABLE
     try:
         if mounts is not None:
-            # Before the mounts, which hide systemd's bus from nobody but may come with a user namespace that does.
-            apart = mounts.cgroup is not None and mounts.cgroup.enter() is None
+            # Before the mounts: they may come with a user namespace, from which no cgroup can be asked for.
+            cgroup = mounts.cgroup
+            apart = cgroup if cgroup is not None and cgroup.enter() is None else None
             deliver_by_mounts(mounts)
-            if apart and mounts.cgroup is not None:
-                mounts.cgroup.tell()
+            if apart is not None:
+                apart.tell()
         # Killed outright, amdvgpuctl can release nothing, and the daemon ends the lease: a command that went on would
         # use what is promised to somebody else. SIGKILL as SIGTERM can be ignored.
         die_with_parent(signal.SIGKILL, parent)
