@@ -9,8 +9,6 @@ import errno
 import http.client
 import json
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -19,24 +17,22 @@ from typing import Any
 
 from amdvgpud.sim.driver import SimulatedDriver
 from amdvgpud.sim.models import parse_simulation
+from tests.daemons import a_daemon
 from tests.uevents import seem_to_have_udevd, send_uevent
 
 NODE = "3*rx7900xtx"
 PULSE_S = 1.0
 
 
+OPTIONS = (f"--simulate={NODE}", f"--health-pulse-s={PULSE_S}", "--rescan-s=3600", "--health-good-looks=1")
+
+
 class Corner:
+    """A daemon that keeps to ``folder``, looked at until it shows something."""
+
     def __init__(self, folder: Path) -> None:
         self.socket = folder / "run/api.sock"
         self.root = folder / "run/simulated"
-        self.process = subprocess.Popen(
-            [
-                *(sys.executable, "-c", "from amdvgpud.cli import main; main()", f"--simulate={NODE}", "--rest-tcp="),
-                *(f"--run-dir={folder}/run", f"--state-dir={folder}/state", f"--cdi-dir={folder}/cdi"),
-                *(f"--health-pulse-s={PULSE_S}", "--rescan-s=3600", "--health-good-looks=1"),
-            ],
-            stderr=sys.stderr,
-        )
         self.until(self.socket.exists)
         self.driver = SimulatedDriver(parse_simulation(NODE), self.root)
         self.gpus: list[dict[str, Any]] = self.get("/v1/gpus")["gpus"]
@@ -95,14 +91,10 @@ class Corner:
 
 def main() -> None:
     seem_to_have_udevd()
-    with tempfile.TemporaryDirectory(dir="/run") as name:
-        corner = Corner(Path(name))
-        try:
-            print(json.dumps(corner.measure()))
-        finally:
-            corner.process.terminate()
-            corner.process.wait(30)
-            subprocess.run(["umount", f"{name}/run/slices"], check=False, capture_output=True)
+    with tempfile.TemporaryDirectory(dir="/run") as name, a_daemon(Path(name), *OPTIONS) as daemon:
+        print(json.dumps(Corner(Path(name)).measure()))
+        daemon.terminate()
+        daemon.wait(30)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from amdvgpud.daemon import Daemon
 from amdvgpud.host.systemd import Supervisor
 from amdvgpud.node import Node
 from amdvgpud.settings import Settings, read_settings
+from tests.daemons import a_daemon, wait_for_api
 
 
 @pytest.fixture
@@ -40,21 +40,9 @@ def settings(tmp_path: Path) -> Settings:
 @pytest.fixture
 def daemon(settings: Settings) -> Iterator[subprocess.Popen[str]]:
     """As a program, when it serves."""
-    places = [f"--run-dir={settings.run_dir}", f"--state-dir={settings.state_dir}", f"--cdi-dir={settings.cdi_dir}"]
-    main = "from amdvgpud.cli import main; main()"
-    arguments = ["--simulate=rx9070xt", "--rest-tcp=", *places]
-    process = subprocess.Popen([sys.executable, "-c", main, *arguments], stderr=subprocess.PIPE, text=True)
-    try:
-        assert process.stderr is not None
-        said: list[str] = []
-        while "The API listens on" not in "".join(said[-1:]):
-            said.append(process.stderr.readline())
-            assert said[-1], "".join(said)
+    with a_daemon(settings.run_dir.parent, "--simulate=rx9070xt", stderr=subprocess.PIPE, text=True) as process:
+        wait_for_api(process)
         yield process
-    finally:
-        process.kill()
-        process.communicate()
-        subprocess.run(["umount", settings.run_dir / "slices"], check=False, capture_output=True)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socketserver
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
@@ -15,6 +14,7 @@ import click.testing
 import msgspec
 
 from amdvgpud.core import wire
+from tests.daemons import a_daemon, wait_for_api
 
 GPU_ID = "GPU-0123456789abcdef"
 PARTITION = f"{GPU_ID}/0"
@@ -136,27 +136,15 @@ Start = Callable[..., "Popen[str]"]
 
 def served(home: Path, *options: str) -> Iterator[str]:
     """The socket of a real daemon that lives in ``home`` while the caller's fixture does; it must end with 0."""
-    places = [f"--run-dir={home}/run", f"--state-dir={home}/state", f"--cdi-dir={home}/cdi", "--rest-tcp="]
-    main = "from amdvgpud.cli import main; main()"
-    with (home / "log").open("w") as log:
-        daemon = subprocess.Popen(
-            [sys.executable, "-c", main, "--tick-s=0.2", *options, *places],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        assert daemon.stderr is not None
-        said = []
-        for line in daemon.stderr:
-            said.append(line)
-            if "The API listens on" in line:
-                break
-        assert daemon.poll() is None, "".join(said)
+    pipes = {"stdin": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    with (
+        (home / "log").open("w") as log,
+        a_daemon(home, "--tick-s=0.2", *options, stdout=log, **pipes) as daemon,
+    ):
+        wait_for_api(daemon)
         try:
             yield str(home / "run" / "api.sock")
         finally:
             daemon.terminate()
             _, rest = daemon.communicate(timeout=60)
             assert daemon.returncode == 0, rest
-            subprocess.run(["umount", home / "run" / "slices"], check=False, capture_output=True)

@@ -8,47 +8,22 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
-from tests.serve.kube.kubelet import Kubelet, a_kubelet
+from tests.daemons import a_daemon
+from tests.kubernetes.conftest import kubelet_options
+from tests.serve.kube.kubelet import Kubelet
 
 PROFILE = "amdvgpu.io/25c-4g"
 
 
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """Not tmp_path: a socket's path has to fit 108 bytes."""
-    with tempfile.TemporaryDirectory(prefix="avg") as folder:
-        yield Path(folder)
-
-
-@pytest.fixture
-async def kubelet(folder: Path) -> AsyncIterator[Kubelet]:
-    async with a_kubelet(folder / "kubelet" / "device-plugins") as kubelet:
-        yield kubelet
-
-
 @contextlib.contextmanager
-def a_daemon(folder: Path, kubelet: Kubelet, mode: str = "profiles") -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen(
-        [
-            *(sys.executable, "-c", "from amdvgpud.cli import main; main()", "--simulate=rx9070xt", "--rest-tcp="),
-            *(f"--run-dir={folder}/run", f"--state-dir={folder}/state", f"--cdi-dir={folder}/cdi"),
-            *(f"--kubelet-mode={mode}", f"--kubelet-profiles={PROFILE.partition('/')[2]}=25%:4GiB"),
-            *(f"--kubelet-dir={kubelet.dir}", f"--kubelet-pod-resources={kubelet.pod_resources_socket}"),
-        ]
-    )
-    try:
+def serving(folder: Path, kubelet: Kubelet) -> Iterator[subprocess.Popen[bytes]]:
+    profile = f"--kubelet-profiles={PROFILE.partition('/')[2]}=25%:4GiB"
+    with a_daemon(folder, "--simulate=rx9070xt", profile, *kubelet_options(kubelet, "profiles")) as process:
         yield process
-    finally:
-        process.kill()
-        process.wait()
-        subprocess.run(["umount", folder / "run" / "slices"], check=False, capture_output=True)
 
 
 async def ended(process: subprocess.Popen[bytes]) -> int:
@@ -58,7 +33,7 @@ async def ended(process: subprocess.Popen[bytes]) -> int:
 async def test_a_termination_ends_the_streams_within_five_seconds_and_a_second_one_is_harmless(
     folder: Path, kubelet: Kubelet
 ) -> None:
-    with a_daemon(folder, kubelet) as process:
+    with serving(folder, kubelet) as process:
         plugin = await kubelet.registered(PROFILE, within_s=30)
         began_s = time.monotonic()
         process.terminate()
@@ -74,21 +49,21 @@ async def test_a_termination_ends_the_streams_within_five_seconds_and_a_second_o
 async def test_a_killed_daemon_comes_back_with_the_same_slices_and_the_same_answer(
     folder: Path, kubelet: Kubelet
 ) -> None:
-    with a_daemon(folder, kubelet):
+    with serving(folder, kubelet):
         plugin = await kubelet.registered(PROFILE, within_s=30)
         assert plugin.healthy == ["25c-4g-0", "25c-4g-1", "25c-4g-2"]
         devices, (answer,) = plugin.healthy, await plugin.allocate(["25c-4g-2"])
     await asyncio.wait_for(plugin.ended.wait(), 10)
     (left,) = kubelet.dir.glob("amdvgpud-*")
     del kubelet.plugins[PROFILE]
-    with a_daemon(folder, kubelet):
+    with serving(folder, kubelet):
         plugin = await kubelet.registered(PROFILE, within_s=30)
         assert (plugin.healthy, await plugin.allocate(["25c-4g-2"])) == (devices, [answer])
         assert not left.exists()
     assert kubelet.registrations == [PROFILE, PROFILE]
 
 
-async def test_without_a_kubelet_there_is_no_grpc_in_the_daemon(folder: Path) -> None:
+async def test_without_a_kubelet_there_is_no_grpc_in_the_daemon() -> None:
     script = "import sys; import amdvgpud.cli; sys.exit('grpc' in sys.modules or 'google.protobuf' in sys.modules)"
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", script)
     assert await process.wait() == 0

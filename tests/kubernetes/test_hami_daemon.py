@@ -7,8 +7,6 @@ import contextlib
 import json
 import os
 import subprocess
-import sys
-import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,24 +14,11 @@ from typing import Any
 import pytest
 
 from amdvgpud.core import hami
+from tests.daemons import PROGRAM, a_daemon, options_of
+from tests.kubernetes.conftest import kubelet_options
 from tests.serve.kube.fake_kubeapi import FakeKubeApi
-from tests.serve.kube.kubelet import Kubelet, a_kubelet
+from tests.serve.kube.kubelet import Kubelet
 from tests.serve.kube.stage import HERE, bound_pod
-
-PROGRAM = [sys.executable, "-c", "from amdvgpud.cli import main; main()"]
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """Not tmp_path: a socket's path has to fit 108 bytes."""
-    with tempfile.TemporaryDirectory(prefix="avg") as folder:
-        yield Path(folder)
-
-
-@pytest.fixture
-async def kubelet(folder: Path) -> AsyncIterator[Kubelet]:
-    async with a_kubelet(folder / "kubelet" / "device-plugins") as kubelet:
-        yield kubelet
 
 
 @pytest.fixture
@@ -52,24 +37,18 @@ async def api(folder: Path) -> AsyncIterator[FakeKubeApi]:
     await fake.stop()
 
 
+ENVIRONMENT = {**os.environ, "NODE_NAME": HERE}
+"""As a DaemonSet names it."""
+
+
 def settings_of(folder: Path, kubelet: Kubelet) -> list[str]:
-    return [
-        *("--simulate=2*mi300x", "--rest-tcp=", f"--run-dir={folder}/run", f"--state-dir={folder}/state"),
-        *(f"--cdi-dir={folder}/cdi", f"--kubelet-dir={kubelet.dir}", "--kubelet-mode=hami"),
-        *(f"--kubelet-pod-resources={kubelet.pod_resources_socket}", f"--kube-config={folder}/kubeconfig"),
-    ]
+    return ["--simulate=2*mi300x", f"--kube-config={folder}/kubeconfig", *kubelet_options(kubelet, "hami")]
 
 
 @contextlib.contextmanager
-def a_daemon(folder: Path, kubelet: Kubelet) -> Iterator[subprocess.Popen[bytes]]:
-    # As a DaemonSet names it.
-    process = subprocess.Popen([*PROGRAM, *settings_of(folder, kubelet)], env={**os.environ, "NODE_NAME": HERE})
-    try:
+def serving(folder: Path, kubelet: Kubelet) -> Iterator[subprocess.Popen[bytes]]:
+    with a_daemon(folder, *settings_of(folder, kubelet), env=ENVIRONMENT) as process:
         yield process
-    finally:
-        process.kill()
-        process.wait()
-        subprocess.run(["umount", folder / "run" / "slices"], check=False, capture_output=True)
 
 
 async def until(holds: Callable[[], Any]) -> Any:
@@ -86,7 +65,7 @@ def registered(api: FakeKubeApi) -> Sequence[Mapping[str, Any]]:
 async def test_a_pod_of_the_scheduler_gets_its_share_also_after_a_kill_and_gives_it_back(
     folder: Path, kubelet: Kubelet, api: FakeKubeApi
 ) -> None:
-    with a_daemon(folder, kubelet) as process:
+    with serving(folder, kubelet) as process:
         plugin = await kubelet.registered(hami.COUNT_RESOURCE, within_s=30)
         gpus = await until(lambda: registered(api))
         assert [(gpu["count"], gpu["devcore"], gpu["health"]) for gpu in gpus] == [(10, 304, True)] * 2
@@ -106,7 +85,7 @@ async def test_a_pod_of_the_scheduler_gets_its_share_also_after_a_kill_and_gives
         await asyncio.to_thread(process.wait)
     await asyncio.wait_for(plugin.ended.wait(), 10)
     del kubelet.plugins[hami.COUNT_RESOURCE]
-    with a_daemon(folder, kubelet) as process:
+    with serving(folder, kubelet) as process:
         plugin = await kubelet.registered(hami.COUNT_RESOURCE, within_s=30)
         assert [answer] == await plugin.allocate([f"{gpus[1]['id']}#4"])
         name = f"pod-{pod['metadata']['uid']}.0"
@@ -116,9 +95,8 @@ async def test_a_pod_of_the_scheduler_gets_its_share_also_after_a_kill_and_gives
         process.terminate()
         assert await asyncio.to_thread(process.wait, 10) == 0
     assert [gpu["health"] for gpu in registered(api)] == [True, True]
-    environment = {**os.environ, "NODE_NAME": HERE}
-    command = [*PROGRAM, *settings_of(folder, kubelet), "kube", "withdraw"]
-    done = await asyncio.to_thread(subprocess.run, command, env=environment, capture_output=True, text=True)
+    command = [*PROGRAM, *options_of(folder, *settings_of(folder, kubelet)), "kube", "withdraw"]
+    done = await asyncio.to_thread(subprocess.run, command, env=ENVIRONMENT, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "The GPUs of node n1 are withdrawn from HAMi's scheduler.\n")
     assert ["health" in gpu for gpu in registered(api)] == [False, False]
 
@@ -127,7 +105,7 @@ async def test_without_an_api_the_daemon_runs_and_the_kubelet_hears_of_gpus_when
     folder: Path, kubelet: Kubelet, api: FakeKubeApi
 ) -> None:
     node = api.nodes.pop(HERE)
-    with a_daemon(folder, kubelet) as process:
+    with serving(folder, kubelet) as process:
         await until(lambda: "GET nodes" in api.asked)
         api.nodes[HERE] = node
         await kubelet.registered(hami.COUNT_RESOURCE, within_s=30)
