@@ -17,7 +17,7 @@ import ssl
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -44,7 +44,9 @@ TRIES: Final = 4
 FIRST_PAUSE_S: Final = 0.1
 LONGEST_PAUSE_S: Final = 30.0
 TOKEN_AGE_S: Final = 60.0
-"""A mounted token is renewed by the kubelet long before it ends; reading it once a minute is never too late."""
+"""A mounted token is renewed by the kubelet long before it ends; reading it once a minute is never too late. The same
+goes for what TLS rests on: who rotates an authority trusts the old one for a while. A failure has all looked at anew.
+"""
 WATCH_S: Final = 120
 """How long one watch is asked to last. A connection that has died without a word is noticed when it is over."""
 LONGEST_LINE: Final = 16 * 1024**2
@@ -173,12 +175,38 @@ class Access:
     token: str | None = None
     token_file: Path | None = None
     """Read anew each minute, for the kubelet renews it."""
+    files: tuple[tuple[Path, _Stamp | None], ...] = field(default=(), compare=False)
+    """What else this was read from, as it was just before. One that is another now: :attr:`again`."""
+    again: Callable[[], Access] | None = field(default=None, compare=False)
+
+    def outdated(self) -> bool:
+        return any(_stamp(path) != stamp for path, stamp in self.files)
+
+
+_Stamp = tuple[int, int, int, int]
+"""Device, inode, time of change and size: a mounted secret is replaced by a link, a kubeconfig perhaps in place."""
+
+
+def _stamp(path: Path) -> _Stamp | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def _stamped(*paths: Path) -> tuple[tuple[Path, _Stamp | None], ...]:
+    """To be taken before reading: what changes meanwhile is then read again."""
+    return tuple((path, _stamp(path)) for path in paths)
 
 
 def read_access(kubeconfig: Path | None, environment: Mapping[str, str], mounted: Path = SERVICE_ACCOUNT) -> Access:
     """From ``kubeconfig`` if one is named, else as a pod's service account. ``Invalid`` says what is missing."""
-    if kubeconfig is not None:
-        return _from_kubeconfig(kubeconfig)
+    access = _from_pod(environment, mounted) if kubeconfig is None else _from_kubeconfig(kubeconfig)
+    return replace(access, again=lambda: read_access(kubeconfig, environment, mounted))
+
+
+def _from_pod(environment: Mapping[str, str], mounted: Path) -> Access:
     host, port = (environment.get(f"KUBERNETES_SERVICE_{what}", "") for what in ("HOST", "PORT"))
     if not host or not (mounted / "token").is_file():
         raise Invalid.field(
@@ -186,11 +214,13 @@ def read_access(kubeconfig: Path | None, environment: Mapping[str, str], mounted
             "no kubeconfig is named, and this process is in no pod with a service account "
             f"(KUBERNETES_SERVICE_HOST, {mounted}/token): name a kubeconfig",
         )
+    files = _stamped(mounted / "ca.crt")
     try:
         tls = ssl.create_default_context(cafile=str(mounted / "ca.crt"))
     except OSError as error:
         raise Invalid(f"{mounted / 'ca.crt'} cannot be read: {error}") from error
-    return Access(f"https://{f'[{host}]' if ':' in host else host}:{port or 443}", tls, token_file=mounted / "token")
+    server = f"https://{f'[{host}]' if ':' in host else host}:{port or 443}"
+    return Access(server, tls, token_file=mounted / "token", files=files)
 
 
 def _from_kubeconfig(path: Path) -> Access:
@@ -198,6 +228,7 @@ def _from_kubeconfig(path: Path) -> Access:
         import yaml  # only a node with a kubeconfig needs it
     except ImportError as error:
         raise Invalid.field("kube.config", "reading a kubeconfig needs PyYAML: install amdvgpud[kubernetes]") from error
+    files = _stamped(path)
     try:
         document = yaml.safe_load(path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -212,11 +243,14 @@ def _from_kubeconfig(path: Path) -> Access:
     if not server.startswith(("https://", "http://")):
         raise config.wrong(f"its server {server!r} is no http(s) address")
     token_file = user.get("tokenFile")
+    named = ((cluster, "certificate-authority"), (user, "client-certificate"), (user, "client-key"))
+    files += _stamped(*(config.beside(str(table[key])) for table, key in named if table.get(key)))
     return Access(
         server,
         config.tls(cluster, user) if server.startswith("https://") else None,
         token=None if token_file else (user.get("token") or None),
         token_file=config.beside(str(token_file)) if token_file else None,
+        files=files,
     )
 
 
@@ -297,6 +331,9 @@ class KubeApi:
     clock: Callable[[], float] = time.monotonic
     _session: aiohttp.ClientSession | None = None
     _token: tuple[float, str] | None = field(default=None, repr=False)
+    _looked_s: float | None = None
+    """When the files behind :attr:`access` were last looked at; None: they are to be before the next question."""
+    _said: str = ""
 
     async def close(self) -> None:
         if self._session is not None:
@@ -405,11 +442,12 @@ class KubeApi:
         }
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=self.timeout_s, sock_read=lasting_s + 30)
         try:
+            await self._renew()
             async with self._opened().get(
-                self._url("/api/v1/pods", query), headers=await self._headers(), timeout=timeout
+                self._url("/api/v1/pods", query), ssl=self._tls, headers=await self._headers(), timeout=timeout
             ) as response:
                 if response.status != 200:
-                    self._forget_token(response.status)
+                    self._doubt(response.status)
                     raise _refusal("GET", "/api/v1/pods", response.status, await response.read())
                 buffer = bytearray()
                 async for chunk in response.content.iter_any():
@@ -421,6 +459,7 @@ class KubeApi:
                     for line in filter(None, lines):
                         yield _seen(bytes(line))
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            self._doubt()
             raise HostFailure(f"watching pods: {_said(error)}") from error
 
     async def _ask(
@@ -436,9 +475,11 @@ class KubeApi:
         for attempt in range(tries):
             wait_s = self._pause_s(attempt)
             try:
+                await self._renew()
                 async with self._opened().request(
                     method,
                     self._url(path, query),
+                    ssl=self._tls,
                     data=None if body is None else msgspec.json.encode(body),
                     headers={**await self._headers(), **({} if body is None else _CONTENT[method])},
                     timeout=aiohttp.ClientTimeout(total=self.timeout_s),
@@ -447,12 +488,13 @@ class KubeApi:
                     if response.status < 300:
                         return text
                     failure: Exception = _refusal(method, path, response.status, text)
-                    self._forget_token(response.status)
+                    self._doubt(response.status)
                     if response.status < 500 and response.status not in (401, 429):
                         raise failure
                     after = response.headers.get("Retry-After", "")
                     wait_s = max(wait_s, min(float(after), 5.0)) if after.isdigit() else wait_s
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                self._doubt()
                 failure = HostFailure(f"{method} {path}: {_said(error)}")
                 failure.__cause__ = error
             if attempt + 1 < tries:
@@ -465,13 +507,35 @@ class KubeApi:
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:
             # No proxy, no cookies, no redirects to elsewhere: it is one server, with our token.
-            tls = self.access.tls if self.access.tls is not None else True
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(ssl=tls, limit=8),
+                connector=aiohttp.TCPConnector(limit=8),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 headers={"User-Agent": "amdvgpud", "Accept": "application/json"},
             )
         return self._session
+
+    @property
+    def _tls(self) -> ssl.SSLContext | bool:
+        """Given with each question: connections of an earlier context are not used again, and close by themselves."""
+        return self.access.tls if self.access.tls is not None else True
+
+    async def _renew(self) -> None:
+        """Read the access anew if a file behind it is another one. What cannot be read (it is being written) changes
+        nothing, and is looked at again with the next question that fails, or in a minute."""
+        if self._looked_s is not None and self.clock() - self._looked_s <= TOKEN_AGE_S:
+            return
+        self._looked_s = self.clock()
+        if self.access.again is None or not await asyncio.to_thread(self.access.outdated):
+            return
+        try:
+            self.access = await asyncio.to_thread(self.access.again)
+        except Invalid as error:
+            if str(error) != self._said:
+                self._said = str(error)
+                log.warning("The access to the Kubernetes API has changed and stays as it was: %s", error)
+            return
+        self._said, self._token = "", None
+        log.info("The access to the Kubernetes API has changed, and was read again.")
 
     def _url(self, path: str, query: Mapping[str, str] | None) -> URL:
         return URL(self.access.server + path, encoded=False).with_query(query)
@@ -484,9 +548,10 @@ class KubeApi:
             token = self._token[1]
         return {"Authorization": f"Bearer {token}"} if token else {}
 
-    def _forget_token(self, status: int) -> None:
+    def _doubt(self, status: int = 401) -> None:
+        """After a refusal of who we are, or no answer at all: the next question is asked with what the files say."""
         if status == 401:
-            self._token = None
+            self._token = self._looked_s = None
 
 
 _CONTENT: Final = {

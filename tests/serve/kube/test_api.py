@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import logging
 import ssl
 import subprocess
@@ -278,7 +279,10 @@ def test_a_process_in_no_pod_without_a_kubeconfig_is_told_to_name_one(tmp_path: 
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("certificate")
+    return _certified(tmp_path_factory.mktemp("certificate"))
+
+
+def _certified(folder: Path) -> Path:
     command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=localhost"
     names = "-addext subjectAltName=DNS:localhost,IP:127.0.0.1 -keyout key.pem -out ca.crt"
     subprocess.run([*command.split(), *names.split()], cwd=folder, check=True, capture_output=True)
@@ -315,38 +319,126 @@ def a_kubeconfig(folder: Path, cluster: str, user: str) -> Path:
 
 
 async def test_a_kubeconfig_with_certificates_speaks_tls_both_ways(certificate: Path) -> None:
+    data = base64.b64encode((certificate / "ca.crt").read_bytes()).decode()
+    async with _serving_tls(certificate, mutual=True) as port:
+        path = a_kubeconfig(
+            certificate,
+            f"server: 'https://127.0.0.1:{port}', certificate-authority-data: {data}",
+            f"client-certificate-data: {data}, client-key: key.pem",
+        )
+        api = KubeApi(read_access(path, {}), pause=Paused())
+        assert (await api.get_node("n1")).metadata.name == "n1"
+        await api.close()
+        # Without the cluster's own authority it is a stranger's server.
+        api = KubeApi(read_access(a_kubeconfig(certificate, f"server: 'https://127.0.0.1:{port}'", "token: t"), {}))
+        api.pause = Paused()
+        with pytest.raises(HostFailure, match="certificate"):
+            await api.get_node("n1")
+        await api.close()
+
+
+@contextlib.asynccontextmanager
+async def _serving_tls(certificate: Path, port: int = 0, *, mutual: bool = False) -> AsyncIterator[int]:
+    """An API server that has one Node; its port."""
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     tls.load_cert_chain(certificate / "ca.crt", certificate / "key.pem")
-    tls.load_verify_locations(certificate / "ca.crt")
-    tls.verify_mode = ssl.CERT_REQUIRED
+    if mutual:
+        tls.load_verify_locations(certificate / "ca.crt")
+        tls.verify_mode = ssl.CERT_REQUIRED
     app = web.Application()
     app.router.add_get("/api/v1/nodes/n1", _a_node)
     runner = web.AppRunner(app)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls)
+    site = web.TCPSite(runner, "127.0.0.1", port, ssl_context=tls, reuse_address=True)
     await site.start()
     assert site._server is not None
-    port = site._server.sockets[0].getsockname()[1]  # type: ignore[attr-defined]
-    data = base64.b64encode((certificate / "ca.crt").read_bytes()).decode()
-    path = a_kubeconfig(
-        certificate,
-        f"server: 'https://127.0.0.1:{port}', certificate-authority-data: {data}",
-        f"client-certificate-data: {data}, client-key: key.pem",
-    )
-    api = KubeApi(read_access(path, {}), pause=Paused())
-    assert (await api.get_node("n1")).metadata.name == "n1"
-    await api.close()
-    # Without the cluster's own authority it is a stranger's server.
-    api = KubeApi(read_access(a_kubeconfig(certificate, f"server: 'https://127.0.0.1:{port}'", "token: t"), {}))
-    api.pause = Paused()
-    with pytest.raises(HostFailure, match="certificate"):
-        await api.get_node("n1")
-    await api.close()
-    await runner.cleanup()
+    try:
+        yield site._server.sockets[0].getsockname()[1]  # type: ignore[attr-defined]
+    finally:
+        await runner.cleanup()
 
 
 async def _a_node(_: web.Request) -> web.Response:
     return web.json_response({"metadata": {"name": "n1"}})
+
+
+def _as_pod(folder: Path, certificate: Path, port: int) -> KubeApi:
+    """As a service account has it: what is mounted is replaced by a link, all files at once."""
+    _mount(folder, "first", certificate)
+    for name in ("ca.crt", "token"):
+        (folder / name).symlink_to(f"..data/{name}")
+    environment = {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": str(port)}
+    return KubeApi(read_access(None, environment, folder), pause=Paused())
+
+
+def _mount(folder: Path, version: str, certificate: Path) -> None:
+    (folder / version).mkdir()
+    (folder / version / "token").write_text("t")
+    (folder / version / "ca.crt").write_bytes((certificate / "ca.crt").read_bytes())
+    (folder / "..new").symlink_to(version)
+    (folder / "..new").rename(folder / "..data")
+
+
+async def test_an_authority_that_was_replaced_is_read_again_when_the_old_one_fails(
+    certificate: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "another").mkdir()
+    another = _certified(tmp_path / "another")
+    async with _serving_tls(certificate) as port:
+        api = _as_pod(tmp_path, certificate, port)
+        await api.get_node("n1")
+    async with _serving_tls(another, port):
+        with pytest.raises(HostFailure, match="certificate"):
+            await api.get_node("n1")
+        _mount(tmp_path, "second", another)
+        assert (await api.get_node("n1")).metadata.name == "n1"
+    await api.close()
+
+
+async def test_an_authority_that_was_replaced_is_read_again_within_a_minute_although_the_old_one_still_serves(
+    certificate: Path, tmp_path: Path
+) -> None:
+    now = 0.0
+    (tmp_path / "another").mkdir()
+    async with _serving_tls(certificate) as port:
+        api = _as_pod(tmp_path, certificate, port)
+        api.clock = lambda: now
+        await api.get_node("n1")
+        before = api.access.tls
+        _mount(tmp_path, "second", _certified(tmp_path / "another"))
+        await api.get_node("n1")
+        assert api.access.tls is before
+        now = 61.0
+        with pytest.raises(HostFailure, match="certificate"):
+            await api.get_node("n1")
+        assert api.access.tls is not before
+    await api.close()
+
+
+async def test_a_kubeconfig_is_read_again_when_it_or_a_file_that_it_names_has_changed(
+    certificate: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "another").mkdir()
+    another = _certified(tmp_path / "another")
+    (tmp_path / "ca.crt").write_bytes((certificate / "ca.crt").read_bytes())
+    async with _serving_tls(certificate) as port:
+        where = f"server: 'https://127.0.0.1:{port}', certificate-authority: ca.crt"
+        api = KubeApi(read_access(a_kubeconfig(tmp_path, where, "token: t"), {}), pause=Paused())
+        await api.get_node("n1")
+    async with _serving_tls(another, port):
+        (tmp_path / "ca.crt").write_text("half of a certif")
+        with pytest.raises(HostFailure, match="certificate"):
+            await api.get_node("n1")
+        (tmp_path / "ca.crt").write_bytes((another / "ca.crt").read_bytes())
+        await api.get_node("n1")
+        (tmp_path / "ca.crt").unlink()
+        a_kubeconfig(tmp_path, f"server: 'https://127.0.0.1:{port}', certificate-authority: another/ca.crt", "token: u")
+        api._doubt()
+        await api.get_node("n1")
+        assert api.access.token == "u"  # noqa: S105
+    (warning,) = (r.getMessage() for r in caplog.records if r.levelname == "WARNING")
+    assert warning.startswith("The access to the Kubernetes API has changed and stays as it was: kube.config: ")
+    await api.close()
 
 
 @pytest.mark.parametrize(
