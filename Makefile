@@ -13,7 +13,7 @@ PYTHON ?= python3
 comma := ,
 VENV := .venv
 BIN := $(VENV)/bin
-C_SOURCES := $(shell find shim softkfd -name '*.[ch]' -o -name CMakeLists.txt -o -name '*.map' 2>/dev/null) CMakeLists.txt
+C_SOURCES := $(shell find shim softkfd cdi -name '*.[ch]' -o -name CMakeLists.txt -o -name '*.map' 2>/dev/null) CMakeLists.txt
 
 .PHONY: build demo test bench fuzz chaos lint clean rocm-test
 build: build/.built

@@ -71,8 +71,10 @@ REPORTS: Final = "report.sock"
 WAIT_FOR_CAP_MS: Final = 300
 """How long a container's start may wait for the kernel's cap, where there is one: 200 ms more than for a report."""
 
-WAIT_FOR_POLICY_MS: Final = 1500
-"""The same where images.policy may refuse it: a busy machine must not let in what was to be kept out."""
+WAIT_FOR_POLICY_MS: Final = 5000
+"""The same where images.policy may refuse it. What is not said by then is a no (--judged), so it is long: a start that
+fails for want of an answer is a fault of ours, and one that goes on would be a hole. Below :data:`HOOK_TIMEOUT_S`, so
+that the reason said is the hook's and not the runtime's."""
 
 
 class CheckedSysfs(SysfsReader):
@@ -147,7 +149,7 @@ def assemble(settings: Settings) -> Parts:
         kind=settings.cdi_kind,
         card_nodes=settings.cdi_card_nodes,
         version_limit=settings.cdi_version_limit or None,
-        hook=_hook(settings, caps),
+        hook=hook_call(settings, caps),
     )
     whole = WithPartitions(
         cdi,
@@ -324,7 +326,7 @@ def _gate(settings: Settings) -> Path:
     return found
 
 
-def _hook(settings: Settings, caps: DmemCaps | None) -> HookCall | None:
+def hook_call(settings: Settings, caps: DmemCaps | None) -> HookCall | None:
     """The hook as runtimes are to run it. One that is not installed is no fault: nothing depends on it but speed."""
     if not settings.hook_enabled:
         return None
@@ -333,7 +335,7 @@ def _hook(settings: Settings, caps: DmemCaps | None) -> HookCall | None:
     if (socket_path := settings.run_dir / REPORTS) != Path("/run/amdvgpud") / REPORTS:
         arguments += ["--socket", str(socket_path)]
     if settings.images_policy != "show":
-        arguments += ["--wait", str(WAIT_FOR_POLICY_MS)]
+        arguments += ["--wait", str(WAIT_FOR_POLICY_MS), "--judged"]
     elif caps is not None and caps.lack() is None:
         arguments += ["--wait", str(WAIT_FOR_CAP_MS)]
     return HookCall(program, (*arguments, *(["--require"] if settings.hook_required else [])))

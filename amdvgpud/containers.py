@@ -5,8 +5,9 @@ looked into, and its VRAM is capped by the kernel where that can be, before the 
 whole, as it gets health, and does with leases what follows. Does not own the socket of the hooks
 (:mod:`amdvgpud.serve.reports`), what is believed (:mod:`amdvgpud.core.containers`), nor how caps are written.
 
-Fail open: a container whose report cannot be understood, or in whose image nothing can be read, starts. Only a policy
-that was asked for (``images.policy``) refuses.
+Fail open: a container whose report cannot be understood or is not believed, or in whose image nothing can be read,
+starts. Only a policy that was asked for (``images.policy``) refuses, and then all of these: what cannot be judged could
+be what is to be kept out. A refusal harms nobody but who has reported, as the hook that reported is who gets it.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ class ImagePolicy(StrEnum):
 LOOK_INTO_IMAGE_S: Final = 0.06
 """Longest look into an image: the hook waits 100 ms in all. A root on a slow or dead file system is not known then."""
 
-LOOK_BEFORE_REFUSING_S: Final = 1.0
-"""The same where a policy depends on it; the hook waits 1.5 s then."""
+LOOK_BEFORE_REFUSING_S: Final = 3.0
+"""The same where a policy depends on it; the hook waits 5 s then, and takes no answer for a no."""
 
 
 class Processes(Protocol):
@@ -170,15 +171,17 @@ class Containers:
 
     async def started(self, report: Report, root: int | None) -> str | None:
         """A container is about to start: why it must not, or None. ``root`` as :class:`Images` has it; ours no longer
-        than this call. A report that is not believed changes nothing, and keeps nobody from starting."""
+        than this call. A report that is not believed changes nothing but, by policy, its own container's start."""
         seen = await asyncio.to_thread(self._processes.sight, report.pid)
+        item = self._node.view().book.slices.get(report.slice)
+        limited = item is not None and needs_gate(item, self._node.view().inventory)
         if (why := disbelief(report, seen)) is not None or seen is None:
             log.warning("%s: a report of container %.64s is not believed: %s", report.slice, report.id, why)
-            return None
-        item = self._node.view().book.slices.get(report.slice)
+            if not limited or self._policy is ImagePolicy.SHOW:
+                return None
+            return self._unenforced(report.slice, f"the report of it is not believed: {why}")
         if item is None:
             return None  # deleted by force while this one was being made; it keeps the limits that it has mounted
-        limited = needs_gate(item, self._node.view().inventory)
         gate = await self._verdict(root, report.bundle) if limited else Verdict(True)
         container = replace(self._container(report.slice, seen, reported=True), id=report.id, gate=gate)
         key = (container.slice, container.id)
@@ -223,12 +226,15 @@ class Containers:
     def _refusal(self, container: Container) -> str | None:
         if container.gate.fits is True or self._policy is ImagePolicy.SHOW:
             return None
-        wish = f"images.policy is {self._policy.value!r}"
-        if self._policy is ImagePolicy.DMEM:
-            if container.cap == "":
-                return None
-            wish += f", and the kernel does not cap it: {container.cap or 'dmem.enabled is false'}"
-        return f"slice {container.slice} would not be enforced: {container.gate.reason} ({wish})"
+        if self._policy is ImagePolicy.REFUSE:
+            return self._unenforced(container.slice, container.gate.reason)
+        if container.cap == "":
+            return None
+        lack = f", and the kernel does not cap it: {container.cap or 'dmem.enabled is false'}"
+        return self._unenforced(container.slice, container.gate.reason, lack)
+
+    def _unenforced(self, name: SliceName, reason: str, lack: str = "") -> str:
+        return f"slice {name} would not be enforced: {reason} (images.policy is {self._policy.value!r}{lack})"
 
     # ----------------------------------------------------------------------------------------------------- acting
 

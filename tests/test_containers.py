@@ -5,17 +5,21 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from amdvgpud.assembly import WAIT_FOR_POLICY_MS, hook_call
 from amdvgpud.containers import Containers, ImagePolicy
 from amdvgpud.core.caps import region_of
 from amdvgpud.core.containers import Container, Report, Sighting
 from amdvgpud.core.errors import Conflict
 from amdvgpud.core.image import Verdict
 from amdvgpud.core.model import Compute, ComputePolicy, Holder, Request, SliceName, slice_name
+from amdvgpud.host.cdi import HOOK_TIMEOUT_S
 from amdvgpud.node import Node
+from amdvgpud.settings import read_settings
 from tests.fakes import GIB, MemoryCdi, MemoryFiles, MemoryJournal, StillSysfs, an_inventory
 
 ALICE, BOB = slice_name("alice"), slice_name("bob")
@@ -271,6 +275,25 @@ async def test_the_policy_says_what_becomes_of_an_image_that_the_gate_cannot_get
     scene.containers.close()
 
 
+@pytest.mark.parametrize("policy", ImagePolicy)
+async def test_a_report_that_is_not_believed_stops_its_own_container_where_a_policy_may_refuse(
+    policy: ImagePolicy,
+) -> None:
+    scene = Scene(policy=policy)
+    await scene.start()
+    await scene.slice(ALICE)
+    refusal = await scene.containers.started(Report("start", ALICE, ID, 7, "/b", 0), None)
+    assert scene.who() == []
+    if policy is ImagePolicy.SHOW:
+        assert refusal is None
+    else:
+        assert refusal == (
+            "slice alice would not be enforced: the report of it is not believed: there is no process 7 on this "
+            f"machine (images.policy is {policy.value!r})"
+        )
+    scene.containers.close()
+
+
 async def test_a_slice_with_nothing_to_hold_takes_any_image() -> None:
     scene = Scene(images=StillImages(STATIC), policy=ImagePolicy.REFUSE)
     await scene.start()
@@ -349,3 +372,25 @@ async def test_leases_of_other_kinds_do_not_mind_containers(scene: Scene) -> Non
     scene.processes.end(7)
     await scene.containers.look()
     assert scene.node.view().book.leases == {lease.id: replace(lease)}
+
+
+# ------------------------------------------------------------------------------------------- what the hook is told
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ({}, ()),
+        ({"hook.required": "true"}, ("--require",)),
+        ({"images.policy": "refuse"}, ("--wait", "5000", "--judged")),
+        ({"images.policy": "dmem", "hook.required": "true"}, ("--wait", "5000", "--judged", "--require")),
+    ],
+)
+def test_the_hook_is_told_to_insist_where_a_policy_may_refuse(
+    flags: dict[str, str], told: tuple[str, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "amdvgpud.toml").touch()
+    call = hook_call(read_settings({}, flags, tmp_path / "amdvgpud.toml"), None)
+    assert call is not None
+    assert call.arguments == told
+    assert WAIT_FOR_POLICY_MS < HOOK_TIMEOUT_S * 1000, "else the runtime says only that it has ended a hook"

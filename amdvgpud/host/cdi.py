@@ -516,8 +516,9 @@ class SimulatedDevices:
     softkfd: Path
 
 
-HOOK_TIMEOUT_S: Final = 2
-"""After this the runtime itself ends a hook, and fails the start. The hook gives up long before, and lets it go on."""
+HOOK_TIMEOUT_S: Final = 10
+"""After this the runtime itself ends a hook, and fails the start. The hook gives up long before (100 ms; 5 s where a
+policy may refuse): this is for one that the machine does not let run at all, and is a guess."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,9 @@ class Allowance:
     """
 
     per_s: float = 10.0
-    burst: float = 50.0
+    burst: float = 40.0
+    """``burst + per_s * PATIENCE_S < MAX_OPEN``: one user who connects and says nothing leaves room for others, whose
+    containers would not start under a policy that may refuse."""
     _spent: dict[int, tuple[float, float]] = field(default_factory=dict)
     """(how much is spent, when that was so) by uid; whoever has spent nothing is not kept."""
 

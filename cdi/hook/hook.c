@@ -2,7 +2,7 @@
  * file, so a container runtime runs it once for each slice and step, with the container's state (OCI runtime
  * specification, "state") on standard input.
  *
- *     amdvgpu-hook start|stop SLICE [--socket PATH] [--wait MILLISECONDS] [--require]
+ *     amdvgpu-hook start|stop SLICE [--socket PATH] [--wait MILLISECONDS] [--judged] [--require]
  *
  * It is a messenger. It sends one message over the daemon's report socket, with two descriptors at a start: a pidfd of
  * the container's first process, and the root that this process sees (both opened by our rights: a rootless runtime's
@@ -10,7 +10,13 @@
  * follows from it, is the daemon's business (amdvgpud/serve/reports.py).
  *
  * A container that starts belongs to somebody who did nothing wrong: whatever fails here, the start goes on, unless the
- * daemon says no or --require was asked for. A hook of step "stop" cannot fail. No wait is without a bound.
+ * daemon says no. Two options turn that around. --require: only the daemon's "ok" starts a container. --judged, where
+ * images.policy may refuse: so it is as soon as a daemon listens at the socket. Then a limit is at stake, and every
+ * other way out would be a way around it that a guest or a busy machine can open: a state too long to be read, a
+ * message not taken, an answer that is late. A daemon that is away is no such way, as no guest can send it away; it
+ * must not keep a machine's containers from starting after an upgrade that went wrong (--require is for who sees that
+ * otherwise). One that hangs up has been reached: a start in the moment of its end fails, and may be tried again.
+ * A hook of step "stop" cannot fail. No wait is without a bound.
  *
  * Dynamic, not static: it runs on the host, where libc is in memory already, and is 15 KiB in place of 800.
  */
@@ -35,10 +41,12 @@ enum {
 };
 
 static const char *const usage =
-	"usage: amdvgpu-hook start|stop SLICE [--socket PATH] [--wait MILLISECONDS] [--require]\n";
+	"usage: amdvgpu-hook start|stop SLICE [--socket PATH] [--wait MILLISECONDS] [--judged] [--require]\n";
 
 static char state[STATE_ROOM];
 static int required;
+static int judged;
+static int reached; /* a daemon listens, whether or not it answers */
 static long long deadline_ms;
 
 static long long now_ms(void)
@@ -48,16 +56,18 @@ static long long now_ms(void)
 	return t.tv_sec * 1000LL + t.tv_nsec / 1000000;
 }
 
-/* The end where the daemon could not be told: an exit code the runtime takes for a failed start only if required. */
+/* The end where the daemon has not said ok: an exit code that the runtime takes for a failed start only if one of the two
+ * options makes it so. */
 static _Noreturn void untold(const char *format, ...)
 {
 	va_list rest;
-	if (!required)
+	if (!required && !(judged && reached))
 		_exit(0);
 	va_start(rest, format);
 	fputs("amdvgpu-hook: ", stderr);
 	vfprintf(stderr, format, rest);
-	fputs("; the configuration (hook.required) lets no container have a slice without the daemon's word\n", stderr);
+	fprintf(stderr, "; the configuration (%s) lets no container have a slice without the daemon's word\n",
+		required ? "hook.required" : "images.policy");
 	_exit(1);
 }
 
@@ -187,12 +197,14 @@ static int connected(const char *path)
 	int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
 	if (fd < 0)
 		untold("no socket: %s", strerror(errno));
-	/* EAGAIN: its queue is full. There is no event to wait for then. */
+	/* EAGAIN: somebody listens, and the queue is full. There is no event to wait for then. */
 	while (connect(fd, (struct sockaddr *)&there, sizeof there)) {
-		if (errno != EAGAIN || now_ms() >= deadline_ms)
+		reached = errno == EAGAIN;
+		if (!reached || now_ms() >= deadline_ms)
 			untold("no daemon answers at %s: %s", path, strerror(errno));
 		nanosleep(&(struct timespec){ 0, 2000000 }, NULL);
 	}
+	reached = 1;
 	return fd;
 }
 
@@ -255,6 +267,8 @@ int main(int argc, char **argv)
 	for (int i = 3; i < argc; i++) {
 		if (!strcmp(argv[i], "--require"))
 			required = start;
+		else if (!strcmp(argv[i], "--judged"))
+			judged = start;
 		else if (!strcmp(argv[i], "--socket") && i + 1 < argc)
 			path = argv[++i];
 		else if (!strcmp(argv[i], "--wait") && i + 1 < argc && atol(argv[i + 1]) > 0)
@@ -266,6 +280,8 @@ int main(int argc, char **argv)
 	}
 	deadline_ms = now_ms() + wait_ms;
 
+	/* Before the state, whose faults weigh differently with and without a daemon (see --judged). */
+	int fd = connected(path);
 	size_t size = read_state();
 	struct span found[] = { { "\"id\"", 0, 0 }, { "\"pid\"", 0, 0 }, { "\"bundle\"", 0, 0 }, { "\"status\"", 0, 0 } };
 	find(state, state + size, found, 4);
@@ -286,7 +302,6 @@ int main(int argc, char **argv)
 	if (length < 0 || length >= (int)sizeof message)
 		untold("the container's id or bundle is too long for a message of %d bytes", MESSAGE_ROOM);
 
-	int fd = connected(path);
 	tell(fd, message, (size_t)length, fds, count);
 	char reply[REPLY_ROOM];
 	if (!ready(fd, POLLIN))

@@ -19,7 +19,7 @@ import amdvgpud._abi
 from amdvgpud.core.containers import Report
 from amdvgpud.core.model import SliceName
 from amdvgpud.host.containers import ProcContainers
-from amdvgpud.serve.reports import Allowance, ReportSocket
+from amdvgpud.serve.reports import MAX_OPEN, PATIENCE_S, Allowance, ReportSocket
 
 HOOK = Path(amdvgpud._abi.__file__).with_name("amdvgpu-hook")
 STATE = {
@@ -38,11 +38,14 @@ class Ear:
 
     answer: str | None = None
     hold_s: float = 0.0
+    fault: Exception | None = None
     heard: list[tuple[Report, bool]] = field(default_factory=list)
     """With each report, whether the root that came with it was a folder that could be looked into."""
 
     async def started(self, report: Report, root: int | None) -> str | None:
         self.heard.append((report, root is not None and Path(f"/proc/self/fd/{root}/proc").exists()))
+        if self.fault is not None:
+            raise self.fault
         await asyncio.sleep(self.hold_s)
         return self.answer
 
@@ -137,6 +140,47 @@ async def test_a_daemon_that_does_not_answer_is_waited_for_no_longer_than_told(p
     assert time.monotonic() - began_s < 15
 
 
+UNTOLD = "the configuration (images.policy) lets no container have a slice without the daemon's word"
+
+
+async def test_where_a_policy_may_refuse_a_daemon_that_was_reached_must_say_yes(post: Post) -> None:
+    assert await post.hook("start", "alice", "--judged") == (0, "")
+    for content, why in ((b"{}", "has no id"), (b"{" + b" " * (1 << 20), "longer than")):
+        code, complaint = await post.hook("start", "alice", "--judged", state=content)
+        assert (code, why in complaint, UNTOLD in complaint) == (1, True, True)
+    code, complaint = await post.hook("start", "alice", "--judged", state=STATE | {"id": "a" * 2000})
+    assert (code, "the daemon did not take the report: no " in complaint) == (1, True)
+    post.ear.hold_s = 30.0
+    code, complaint = await post.hook("start", "alice", "--wait", "50", "--judged")
+    assert (code, complaint) == (1, f"amdvgpu-hook: the daemon did not answer within 50 ms; {UNTOLD}\n")
+
+
+async def test_where_a_policy_may_refuse_a_daemon_that_hangs_up_has_not_said_yes(post: Post) -> None:
+    post.ear.fault = RuntimeError("a fault of the daemon's")
+    code, complaint = await post.hook("start", "alice", "--judged")
+    assert (code, complaint) == (1, f"amdvgpu-hook: the daemon hung up; {UNTOLD}\n")
+    assert await post.hook("start", "alice") == (0, "")
+    assert await post.hook("stop", "alice", "--judged") == (0, "")
+
+
+async def test_where_a_policy_may_refuse_a_full_queue_is_a_daemon_that_is_there_and_no_listener_one_that_is_away(
+    tmp_path: Path,
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder) / "report.sock")
+        argv = ("start", "alice", "--judged", "--wait", "50", "--socket", path)
+        state = json.dumps(STATE).encode()
+        assert await run_hook(*argv, state=state) == (0, "")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
+            listening.bind(path)
+            listening.listen(0)
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as first:
+                first.connect(path)
+                code, complaint = await run_hook(*argv, state=state)
+                assert (code, UNTOLD in complaint) == (1, True)
+        assert await run_hook(*argv, state=state) == (0, ""), "its name is there still, and nobody listens"
+
+
 @pytest.mark.parametrize(
     "state", [b"", b"{", b"[]", b"null", b'{"id"', b'{"id":', b'{"id":"a', b'{"id":7}', b'{"pid":"x"}', b"\xff" * 4096]
 )
@@ -212,3 +256,8 @@ def test_one_user_may_speak_so_often_and_root_always() -> None:
     assert [allowance.take(1000, 10.6) for _ in range(2)] == [True, False]
     assert [allowance.take(1000, 99.0) for _ in range(4)] == [True, True, True, False]
     assert all(allowance.take(0, 99.0) for _ in range(1000))
+
+
+def test_one_user_who_connects_and_says_nothing_cannot_take_all_the_room() -> None:
+    usual = Allowance()
+    assert usual.burst + usual.per_s * PATIENCE_S < MAX_OPEN
