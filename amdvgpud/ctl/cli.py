@@ -494,9 +494,71 @@ def _plan(name: str, output: str, **asked: Any) -> None:
 # ---------------------------------------------------------------------------------------------------------- lease
 
 
+def _seconds(_ctx: click.Context, _param: click.Parameter, value: str | None) -> float | None:
+    if value is None:
+        return None
+    match = re.fullmatch(r"([0-9]{1,9})([smhd]?)", value, re.ASCII)
+    if match is None or int(match[1]) == 0:
+        raise click.BadParameter(f"{value!r} is no time: write a whole number with s, m, h or d, as in 90s.")
+    return float(int(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]])
+
+
 @cli.group()
 def lease() -> None:
-    """Show and release leases: who has a right to which slice."""
+    """Grant, show and release leases: who has a right to which slice."""
+
+
+@lease.command("create")
+@_placement
+@click.option("--slice", "named", metavar="NAME", shell_complete=_complete_slices, help="Lease this slice that exists.")
+@click.option(
+    "--bind",
+    type=click.Choice(["holder", "container"]),
+    default="holder",
+    show_default=True,
+    help="It ends with its holder's process (--pid), or with the last container that has the slice, once one had it.",
+)
+@click.option("--pid", type=click.IntRange(1), help="The holder's process: the lease ends with it.")
+@click.option("--ttl", callback=_seconds, metavar="TIME", help="End the lease after so long, as in 90s, 10m or 2h.")
+@click.option("--holder", default="", metavar="TEXT", help="Who it is for, in words; everybody may read them.")
+@_reading
+def lease_create(
+    named: str | None,
+    bind: str,
+    pid: int | None,
+    ttl: float | None,
+    holder: str,
+    output: str,
+    **asked: Any,
+) -> None:
+    """Grant a lease on the slice --slice, or on one that is made for it by the other options and goes with it.
+
+    Nobody else gets a lease on the slice while this one lasts. Without --pid, --ttl and --bind container it lasts until
+    it is released. One that is bound to a container waits until a container takes the slice; --ttl bounds that.
+    """
+    from amdvgpud.core import wire
+    from amdvgpud.ctl.client import part
+
+    if named is not None and any(v not in (None, ()) for v in asked.values()):
+        raise click.UsageError("--slice names a slice that exists; leave out the options that describe a new one.")
+    spec = wire.LeaseSpec(
+        slice=named,
+        request=_spec(**asked) if named is None else None,
+        holder=holder,
+        pid=pid,
+        ttl_s=ttl,
+        bind=bind,  # type: ignore[arg-type]  # click has checked it
+    )
+    with _said_plainly():
+        client = _client()
+        answer, raw = client.change("POST", "/v1/leases", wire.LeaseView, spec)
+        if output == "json":
+            _print_json(raw)
+            return
+        device = client.get(f"/v1/slices/{part(answer.slice)}", wire.SliceView)[0].cdi_device
+    click.echo(f"{answer.id}: slice {answer.slice}")
+    if device:
+        click.echo(f"podman run --device {device} …")
 
 
 @lease.command("list")
@@ -523,15 +585,6 @@ def lease_release(lease_id: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------ run
-
-
-def _seconds(_ctx: click.Context, _param: click.Parameter, value: str | None) -> float | None:
-    if value is None:
-        return None
-    match = re.fullmatch(r"([0-9]{1,9})([smhd]?)", value, re.ASCII)
-    if match is None or int(match[1]) == 0:
-        raise click.BadParameter(f"{value!r} is no time: write a whole number with s, m, h or d, as in 90s.")
-    return float(int(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]])
 
 
 @cli.command(context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False}, epilog=_EPILOG)

@@ -409,6 +409,7 @@ def leases(answer: wire.LeaseList) -> None:
             item.id,
             item.slice,
             _maybe(item.pid),
+            item.bind,
             utc_time(item.created_s),
             NONE if item.expires_s is None else utc_time(item.expires_s),
             "yes" if item.ephemeral else "no",
@@ -416,7 +417,7 @@ def leases(answer: wire.LeaseList) -> None:
         ]
         for item in answer.leases
     ]
-    print_table(_columns("ID SLICE PID> CREATED EXPIRES EPHEMERAL HOLDER"), rows)
+    print_table(_columns("ID SLICE PID> BIND CREATED EXPIRES EPHEMERAL HOLDER"), rows)
 
 
 def event(item: wire.EventView) -> None:

@@ -199,6 +199,25 @@ async def test_run_holds_a_lease_while_the_command_runs_and_none_after(say: Say,
     assert json.loads((await say("slice list -o json")).out)["slices"] == []
 
 
+async def test_a_lease_is_created_for_a_container_listed_and_released(say: Say) -> None:
+    await say("slice create alice --vram 1GiB --compute 25%")
+    made = await say("lease create --slice alice --bind container --holder job --ttl 1h")
+    assert (made.code, made.err) == (0, "")
+    identity, _, rest = made.out.partition(": ")
+    assert rest == "slice alice\npodman run --device amdvgpu.io/slice=alice …\n"
+    assert (await say("lease list")).out.splitlines()[1].split()[:4] == [identity, "alice", "-", "container"]
+    again = await say("lease create --slice alice")
+    assert (again.code, f"lease {identity}" in again.err) == (1, True)
+    refused = await say("lease create --slice alice --bind container --pid 1")
+    assert (refused.code, "gets its process when that one starts" in refused.err) == (1, True)
+    assert (await say(f"lease release {identity}")).out == f"{identity}: released\n"
+    made = await say("lease create --vram 1GiB --compute 25%")
+    identity, _, rest = made.out.partition(": slice ")
+    assert (await say(f"slice show {rest.splitlines()[0]}")).code == 0
+    await say(f"lease release {identity}")
+    assert (await say(f"slice show {rest.splitlines()[0]}")).code == 1
+
+
 async def test_status_events_and_cdi_are_read(say: Say) -> None:
     await say("slice create alice --vram 1GiB --compute 25%")
     for words in ("status", "events", "cdi list", "cdi show alice", "lease list"):

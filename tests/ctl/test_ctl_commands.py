@@ -229,8 +229,8 @@ GPU-0123456789abcdef/0  4 GiB  1 GiB  2 GiB  1.125 GiB    128 MiB        3  512 
 """
 
 LEASE_LIST = """\
-ID       SLICE   PID  CREATED               EXPIRES               EPHEMERAL  HOLDER
-lease-1  alice  4711  2023-11-14T22:13:20Z  2023-11-14T22:14:20Z  no         amdvgpuctl run python3
+ID       SLICE   PID  BIND    CREATED               EXPIRES               EPHEMERAL  HOLDER
+lease-1  alice  4711  holder  2023-11-14T22:13:20Z  2023-11-14T22:14:20Z  no         amdvgpuctl run python3
 """
 
 STATUS = """\
@@ -296,7 +296,7 @@ def test_all_pages_of_a_long_list_are_shown(daemon: FakeDaemon, ctl: Ctl) -> Non
 
 def test_an_empty_list_still_has_its_titles(daemon: FakeDaemon, ctl: Ctl) -> None:
     daemon.says("GET", "/v1/leases", wire.LeaseList(leases=[], revision=0))
-    assert ctl("lease", "list").stdout == "ID  SLICE  PID  CREATED  EXPIRES  EPHEMERAL  HOLDER\n"
+    assert ctl("lease", "list").stdout == "ID  SLICE  PID  BIND  CREATED  EXPIRES  EPHEMERAL  HOLDER\n"
 
 
 def test_on_a_terminal_tables_have_a_rule_and_no_markup_of_strangers(
@@ -304,7 +304,7 @@ def test_on_a_terminal_tables_have_a_rule_and_no_markup_of_strangers(
 ) -> None:
     monkeypatch.setenv("TERM", "dumb")
     monkeypatch.setenv("COLUMNS", "200")
-    leases = msgspec.structs.replace(LEASES, leases=[msgspec.structs.replace(LEASES.leases[0], holder="[red]me[/red]")])
+    leases = msgspec.structs.replace(LEASES, leases=[msgspec.structs.replace(LEASES.leases[0], holder="[u]m[/u]")])
     master, slave = pty.openpty()
     with os.fdopen(slave, "w") as terminal:
         monkeypatch.setattr(sys, "stdout", terminal)
@@ -312,7 +312,7 @@ def test_on_a_terminal_tables_have_a_rule_and_no_markup_of_strangers(
     shown = os.read(master, 65536).decode()
     os.close(master)
     assert "─" in shown
-    assert "[red]me[/red]" in shown
+    assert "[u]m[/u]" in shown
 
 
 # ------------------------------------------------------------------------------------------------------- changes
@@ -407,6 +407,27 @@ def test_resize_delete_release_cordon_and_oversubscribe_say_what_they_did(daemon
         {"cordoned": False},
         {"oversubscription": 1.5},
     ]
+
+
+def test_a_lease_is_asked_for_on_a_slice_that_exists_or_on_one_made_for_it(daemon: FakeDaemon, ctl: Ctl) -> None:
+    daemon.says("POST", "/v1/leases", LEASES.leases[0], 201)
+    daemon.says("GET", "/v1/slices/alice", msgspec.structs.replace(slice_view(), cdi_device="amdvgpu.io/slice=alice"))
+    bound = ctl("lease", "create", "--slice", "alice", "--bind", "container", "--ttl", "10m", "--holder", "a job")
+    assert bound.output == "lease-1: slice alice\npodman run --device amdvgpu.io/slice=alice …\n"
+    assert ctl("lease", "create", "--vram", "1GiB", "--gpu", "0", "--pid", "7", "-o", "json").exit_code == 0
+    assert [a.body for a in daemon.asked if a.body] == [
+        {"slice": "alice", "request": None, "holder": "a job", "pid": None, "ttl_s": 600.0, "bind": "container"},
+        {
+            "slice": None,
+            "request": msgspec.to_builtins(wire.SliceSpec(vram="1GiB", on=["0"])),
+            "holder": "",
+            "pid": 7,
+            "ttl_s": None,
+            "bind": "holder",
+        },
+    ]
+    both = ctl("lease", "create", "--slice", "alice", "--vram", "1GiB")
+    assert (both.exit_code, "leave out the options that describe a new one" in both.stderr) == (2, True)
 
 
 def test_a_partition_id_is_one_segment_of_the_path(daemon: FakeDaemon, ctl: Ctl) -> None:
