@@ -12,7 +12,9 @@
 
 #include "softkfd.h"
 
-#define LARGE_COPY_TARGET 90400 /* gfx_target_version from which an SDMA packet counts 30 bits instead of 22 */
+#define GFX90A_TARGET 90010 /* gfx_target_version */
+#define GFX94_TARGET 90400
+#define GFX103_TARGET 100300
 
 /* Start of amd_signal_t (ROCr's amd_hsa_signal.h). */
 struct signal {
@@ -131,9 +133,17 @@ static void sdma_fill(const uint32_t *d, uint64_t bytes) {
   for (uint64_t i = 0; to && i < bytes / 4; i++) to[i] = d[3];
 }
 
+/* The bits of a copy's or fill's count: 30 from SDMA 4.4 (gfx90a, gfx94x) and 5.2 (gfx10.3) on, 22 before. As ROCr's
+ * GpuAgent::CreateBlitSdma has it, which makes use of them since 6.1. Not all of 9.0.x: gfx908 and gfx90c have SDMA 4.0
+ * to 4.2. Where a runtime keeps to 22 the other bits are 0, so that too many here harm nobody and too few cut a copy. */
+static uint32_t count_mask(uint32_t gfx) {
+  bool large = gfx == GFX90A_TARGET || (gfx >= GFX94_TARGET && gfx < FIRST_GFX10_TARGET) || gfx >= GFX103_TARGET;
+  return large ? 0x3fffffff : 0x3fffff;
+}
+
 static bool step_sdma(struct soft_queue *q) {
   uint64_t *wptr = soft_gpu_pointer(q->wptr_addr, 8), *rptr = soft_gpu_pointer(q->rptr_addr, 8);
-  uint32_t count_mask = q->gpu->gfx >= LARGE_COPY_TARGET ? 0x3fffffff : 0x3fffff;
+  uint32_t counted = count_mask(q->gpu->gfx);
   bool did = false;
   if (!wptr || !rptr || !q->size || !soft_gpu_pointer(q->ring, 64)) return false;
   while (q->rptr < __atomic_load_n(wptr, __ATOMIC_ACQUIRE)) {
@@ -146,7 +156,7 @@ static bool step_sdma(struct soft_queue *q) {
     case 0: words = 1 + (d[0] >> 16 & 0x3fff); break; /* NOP with its padding */
     case 1:
       if (sub == 4) name = "copy_rect(skipped)", words = 13;
-      else name = "copy", words = 7, bytes = (d[1] & count_mask) + 1ull, sdma_copy(d, bytes);
+      else name = "copy", words = 7, bytes = (d[1] & counted) + 1ull, sdma_copy(d, bytes);
       break;
     case 5: {
       uint32_t *at = soft_gpu_pointer(address(d + 1), 4);
@@ -165,7 +175,7 @@ static bool step_sdma(struct soft_queue *q) {
       name = "atomic", words = 8;
       break;
     }
-    case 11: name = "fill", words = 5, bytes = ((d[4] & count_mask) + 4ull) & ~3ull, sdma_fill(d, bytes); break;
+    case 11: name = "fill", words = 5, bytes = ((d[4] & counted) + 4ull) & ~3ull, sdma_fill(d, bytes); break;
     case 13: {
       uint64_t *at = soft_gpu_pointer(address(d + 1), 8);
       if (at) *at = soft_gpu_clock();

@@ -3,6 +3,7 @@
  *
  *   take:WAY:MIB[:COUNT]   COUNT times (64) MIB by WAY (see the table at the end), until refused; prints the last answer
  *   drop                   give back what the last `take` took
+ *   copy:MIB               that much to the GPU and back by one request each way: whether it is what it was
  *   questions              what each question about capacity answers, for each device
  *   streams:N              N streams on each device, each made to work
  *   mask:HEX               a stream with a CU mask, lowest 32 bits last; on each device
@@ -542,6 +543,23 @@ static void launch_late(const char *how, size_t graph_bytes, size_t taken_bytes)
 }
 #endif
 
+/* Of host memory as malloc gives it, on a stream: the runtime's way to a single copy of the whole. */
+static void copy(size_t bytes) {
+  uint32_t *out = malloc(bytes), *back = calloc(1, bytes);
+  void *there = NULL;
+  for (size_t i = 0; i < bytes / sizeof *out; i++) out[i] = i * 2654435761u;
+  hipError_t e = hipMalloc(&there, bytes);
+  if (!e) e = hipMemcpyAsync(there, out, bytes, hipMemcpyHostToDevice, a_stream());
+  if (!e) e = hipMemcpyAsync(back, there, bytes, hipMemcpyDeviceToHost, a_stream());
+  if (!e) e = hipStreamSynchronize(a_stream());
+  size_t same = 0;
+  while (same < bytes / sizeof *out && out[same] == back[same]) same++;
+  printf("{\"op\":\"copy\",\"error\":\"%s\",\"same\":%zu}\n", hipGetErrorName(e), same * sizeof *out);
+  fflush(stdout);
+  (void)hipFree(there);
+  free(out), free(back);
+}
+
 static void import_from(const char *path) {
   hipIpcMemHandle_t h;
   void *p;
@@ -576,6 +594,7 @@ int main(int argc, char **argv) {
     else rest = word + strlen(word);
     if (!strcmp(word, "take")) take(rest);
     else if (!strcmp(word, "drop")) for (; takes; takes--) give_back(taken[takes - 1]);
+    else if (!strcmp(word, "copy")) copy(strtoull(rest, NULL, 10) * MIB);
     else if (!strcmp(word, "quit")) fflush(stdout), _exit(0);
     else if (!strcmp(word, "questions")) questions();
     else if (!strcmp(word, "streams")) streams(atoi(rest));
