@@ -6,6 +6,7 @@ Owns when things are looked at. What is done then is the parts' own (:mod:`amdvg
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import os
@@ -34,6 +35,10 @@ RELOADED: Final = frozenset(
     {"tick_s", "rescan_s", "log_level", "kernel.sample_s"} | {key for key in SETTINGS if key.startswith("watchdog.")}
 )
 """Settings that a reload puts in force; the others are said to wait for a restart."""
+
+LAST_CHANGE_S: Final = 5
+"""How long the end waits for the change that is being made: half of what the unit gives it. After that the Book is left
+to the end of the process, which does it no harm."""
 
 SWITCH_ALLOWANCE_S: Final = 30
 """What the start may take longer for each GPU that the configuration may have cut anew; guessed, generously."""
@@ -101,6 +106,9 @@ class Daemon:
             await self._parts.reports.close()
             self._parts.containers.close()
             await api.close()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LAST_CHANGE_S):
+                    await node.close()
 
     def stop(self) -> None:
         """A second call is harmless."""

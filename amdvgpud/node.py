@@ -216,6 +216,11 @@ class Node:
         self._ready = True
         log.info("%r is ready.", self)
 
+    async def close(self) -> None:
+        """Let go of the Book on disk, after the change that is being made; a later one is refused (``HostFailure``)."""
+        async with self._changing:
+            await asyncio.to_thread(self._disk.journal.close)
+
     async def rescan(self) -> None:
         """Read the machine again and reconcile. Coalesces: callers that arrive before it begins share one scan."""
         if self._next_scan is None:

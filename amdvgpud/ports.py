@@ -149,6 +149,10 @@ class Journal(Protocol):
 
     def commit(self, before: Book, after: Book) -> None: ...
 
+    def close(self) -> None:
+        """Let go of it: another one may keep its Book here. A ``commit`` is a ``HostFailure`` until the next ``load``."""
+        ...
+
 
 class SliceFiles(Protocol):
     """The policy and ledger files of each slice (design: one directory a slice). Every call is idempotent."""

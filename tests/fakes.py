@@ -177,13 +177,20 @@ class Faults:
 class MemoryJournal:
     stored: Book = field(default_factory=Book)
     faults: Faults = field(default_factory=Faults)
+    open: bool = False
 
     def load(self) -> Book:
+        self.open = True
         return self.stored
 
     def commit(self, before: Book, after: Book) -> None:
+        if not self.open:
+            raise HostFailure("commit before load")
         self.faults.step("commit")
         self.stored = after
+
+    def close(self) -> None:
+        self.open = False
 
 
 @dataclass

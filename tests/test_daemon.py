@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import signal
 import subprocess
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ import amdvgpud._abi
 from amdvgpud.core.errors import HostFailure
 from amdvgpud.core.model import Compute, ComputePolicy, Request, slice_name
 from amdvgpud.daemon import Daemon
+from amdvgpud.host.store import BookStore
 from amdvgpud.host.systemd import Supervisor
 from amdvgpud.node import Node
 from amdvgpud.settings import Settings, read_settings
@@ -74,6 +77,20 @@ async def test_a_scan_that_fails_is_said_and_ends_nothing(
 
 
 @pytest.mark.root
+async def test_another_daemon_may_have_the_state_once_it_has_ended(settings: Settings) -> None:
+    daemon = Daemon(settings, lambda: settings, Supervisor({}))
+    daemon.stop()
+    try:
+        async with asyncio.timeout(20):
+            await daemon.run()
+    finally:
+        gc.unfreeze()  # run() has frozen what the other tests have made, too
+        subprocess.run(["umount", settings.run_dir / "slices"], check=False, capture_output=True)
+    with closing(BookStore(settings.state_dir)) as store:
+        assert store.load() == daemon._parts.node.view().book
+
+
+@pytest.mark.root
 async def test_what_a_process_held_is_back_when_it_dies_and_not_with_the_next_tick(settings: Settings) -> None:
     """The ticks are by hand here: after the one that has found the process, none comes."""
     daemon = Daemon(settings, lambda: settings, Supervisor({}))
@@ -100,6 +117,7 @@ async def test_what_a_process_held_is_back_when_it_dies_and_not_with_the_next_ti
                     await asyncio.sleep(0.01)
     finally:
         daemon._owners.close()
+        await node.close()
         subprocess.run(["umount", settings.run_dir / "slices"], check=False, capture_output=True)
 
 

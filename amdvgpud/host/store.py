@@ -13,6 +13,7 @@ import fcntl
 import os
 import sqlite3
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -150,10 +151,9 @@ class BookStore:
         fresh = self.path.with_suffix(".new")
         try:
             fresh.unlink(missing_ok=True)
-            with sqlite3.connect(fresh) as db:
+            with closing(sqlite3.connect(fresh)) as db, db:
                 db.executescript(_SCHEMA)
                 db.executemany("INSERT INTO meta VALUES (?, ?)", [("schema_version", SCHEMA_VERSION), ("revision", 0)])
-            db.close()
             fresh.chmod(0o600)
             fresh.rename(self.path)
             directory = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY)

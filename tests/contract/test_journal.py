@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from amdvgpud.core.errors import HostFailure
 from amdvgpud.core.model import (
     Book,
     Compute,
@@ -32,18 +33,20 @@ Open = Callable[[], Journal]
 
 
 @pytest.fixture(params=["memory", "sqlite"])
-def reopen(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
-    """Each call is another daemon on the same state."""
+def reopen(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
+    """Each call is another daemon on the same state; the one before is gone then."""
     kept = MemoryJournal()
-    stores: list[BookStore] = []
+    journals: list[Journal] = []
 
-    def another_store() -> BookStore:
-        for store in stores:
-            store.close()  # the daemon before is gone
-        stores.append(BookStore(tmp_path))
-        return stores[-1]
+    def another() -> Journal:
+        for journal in journals:
+            journal.close()
+        journals.append(kept if request.param == "memory" else BookStore(tmp_path))
+        return journals[-1]
 
-    return (lambda: kept) if request.param == "memory" else another_store
+    yield another
+    for journal in journals:
+        journal.close()
 
 
 def a_slice(name: str, revision: int = 1) -> Slice:
@@ -94,3 +97,15 @@ def test_a_change_can_be_taken_back(reopen: Open) -> None:
     journal.commit(before, after)
     journal.commit(after, before)
     assert reopen().load() == before
+
+
+def test_a_closed_one_refuses_a_change_and_keeps_what_it_has(reopen: Open) -> None:
+    journal = reopen()
+    before = journal.load()
+    after = before.with_slice(a_slice("a"))
+    journal.commit(before, after)
+    journal.close()
+    journal.close()  # a second one is harmless
+    with pytest.raises(HostFailure, match="commit before load"):
+        journal.commit(after, before)
+    assert journal.load() == after

@@ -7,6 +7,7 @@ import sqlite3
 import stat
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -19,11 +20,15 @@ A_SLICE = Slice(slice_name("a"), Request(slice_name("a"), Compute(percent=25.0))
 LIE = b'{"name":"x","shares":[{"cus":{"bits":[1,1]}}]}'.hex()
 
 
+def found(directory: Path) -> Book:
+    """What a daemon would start with."""
+    with closing(BookStore(directory)) as store:
+        return store.load()
+
+
 def made(directory: Path) -> Path:
-    store = BookStore(directory)
-    store.load()
-    store.close()
-    return store.path
+    found(directory)
+    return directory / "state.db"
 
 
 @pytest.mark.parametrize(
@@ -43,7 +48,7 @@ def test_a_state_that_cannot_be_understood_stops_us_and_is_left_alone(tmp_path: 
     damage(path)  # type: ignore[operator]
     before = path.read_bytes()
     with pytest.raises(StateUnreadable, match=f"{path} cannot be understood: .*left as it is"):
-        BookStore(tmp_path).load()
+        found(tmp_path)
     assert path.read_bytes() == before
 
 
@@ -67,13 +72,13 @@ def test_the_state_is_ours_alone(tmp_path: Path) -> None:
 
 def test_a_half_made_first_state_is_no_lost_state(tmp_path: Path) -> None:
     (tmp_path / "state.new").write_bytes(b"")
-    assert BookStore(tmp_path).load() == Book()
+    assert found(tmp_path) == Book()
 
 
 def test_a_directory_that_cannot_be_made_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(HostFailure, match="could not be made"):
-        BookStore(tmp_path / "file" / "below").load()
+        found(tmp_path / "file" / "below")
 
 
 def test_a_slice_of_before_a_field_was_added_is_read_with_its_default(tmp_path: Path) -> None:
@@ -81,7 +86,7 @@ def test_a_slice_of_before_a_field_was_added_is_read_with_its_default(tmp_path: 
     old = '{"name":"a","request":{"name":"a","compute":{"policy":"balanced","percent":25.0,"cu_count":null},'
     old += '"vram_bytes":null,"gpu_count":1,"on":[],"spread":"binpack"},"shares":[],"created_s":1.0,"revision":1}'
     _sql(path, f"INSERT INTO slices VALUES ('a', x'{old.encode().hex()}')")
-    assert BookStore(tmp_path).load().slices == {slice_name("a"): A_SLICE}
+    assert found(tmp_path).slices == {slice_name("a"): A_SLICE}
 
 
 def as_of_version_1(path: Path) -> None:
@@ -90,18 +95,16 @@ def as_of_version_1(path: Path) -> None:
 
 
 def test_a_state_of_version_1_becomes_one_of_ours_with_all_that_is_in_it(tmp_path: Path) -> None:
-    store = BookStore(tmp_path)
-    before = store.load()
-    book = before.with_slice(A_SLICE).with_cordoned([GpuId("GPU-2")])
-    store.commit(before, book)
-    store.close()
+    with closing(BookStore(tmp_path)) as store:
+        before = store.load()
+        book = before.with_slice(A_SLICE).with_cordoned([GpuId("GPU-2")])
+        store.commit(before, book)
     as_of_version_1(store.path)
-    store = BookStore(tmp_path)
-    assert store.load() == book
-    after = book.with_health_override(GpuId("GPU-2"), HealthOverride(False, 5.0))
-    store.commit(book, after)
-    store.close()
-    assert BookStore(tmp_path).load() == after
+    with closing(BookStore(tmp_path)) as store:
+        assert store.load() == book
+        after = book.with_health_override(GpuId("GPU-2"), HealthOverride(False, 5.0))
+        store.commit(book, after)
+    assert found(tmp_path) == after
 
 
 def test_a_state_of_version_1_that_cannot_be_understood_stays_one(tmp_path: Path) -> None:
@@ -110,28 +113,26 @@ def test_a_state_of_version_1_that_cannot_be_understood_stays_one(tmp_path: Path
     _sql(path, f"INSERT INTO slices VALUES ('x', x'{LIE}')")
     before = path.read_bytes()
     with pytest.raises(StateUnreadable):
-        BookStore(tmp_path).load()
+        found(tmp_path)
     assert path.read_bytes() == before
 
 
 def test_a_change_that_could_not_be_taken_back_is_gone_with_the_next_one(tmp_path: Path) -> None:
-    store = BookStore(tmp_path)
-    empty = store.load()
-    store.commit(empty, empty.with_oversubscription({GpuId("GPU-1"): 2.0}).with_slice(A_SLICE))
-    # Whoever could not withdraw that (a full disk) goes on from the Book before it.
-    after = empty.with_cordoned([GpuId("GPU-2")])
-    store.commit(empty, after)
-    store.close()
-    assert BookStore(tmp_path).load() == after
+    with closing(BookStore(tmp_path)) as store:
+        empty = store.load()
+        store.commit(empty, empty.with_oversubscription({GpuId("GPU-1"): 2.0}).with_slice(A_SLICE))
+        # Whoever could not withdraw that (a full disk) goes on from the Book before it.
+        after = empty.with_cordoned([GpuId("GPU-2")])
+        store.commit(empty, after)
+    assert found(tmp_path) == after
 
 
 def test_two_daemons_never_keep_one_book(tmp_path: Path) -> None:
-    first = BookStore(tmp_path)
-    first.load()
-    with pytest.raises(Conflict, match=f"another amdvgpud keeps its state in {tmp_path}"):
-        BookStore(tmp_path).load()
-    first.close()
-    assert BookStore(tmp_path).load() == Book()
+    with closing(BookStore(tmp_path)) as first:
+        first.load()
+        with pytest.raises(Conflict, match=f"another amdvgpud keeps its state in {tmp_path}"):
+            found(tmp_path)
+    assert found(tmp_path) == Book()
 
 
 def test_a_commit_that_returned_survives_kill_9(tmp_path: Path) -> None:
@@ -145,4 +146,4 @@ store.commit(book, book.with_cordoned([GpuId("GPU-1")]))
 os.kill(os.getpid(), signal.SIGKILL)
 """
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -9
-    assert BookStore(tmp_path).load().cordoned == {"GPU-1"}
+    assert found(tmp_path).cordoned == {"GPU-1"}

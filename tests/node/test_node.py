@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -553,3 +554,26 @@ async def test_a_persons_word_holds_over_what_is_found_and_over_restarts(bench: 
     ]
     with pytest.raises(NotFound):
         await bench.node.set_health_override(GpuId("GPU-x"), True)
+
+
+async def test_an_end_waits_for_the_change_that_is_being_made_and_refuses_the_next(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, finish, commit = threading.Event(), threading.Event(), bench.journal.commit
+
+    def slowly(before: Book, after: Book) -> None:
+        begun.set()
+        assert finish.wait(20)
+        commit(before, after)
+
+    monkeypatch.setattr(bench.journal, "commit", slowly)
+    putting = asyncio.create_task(bench.node.put_slice(quarter()))
+    assert await asyncio.to_thread(begun.wait, 20)
+    closing = asyncio.create_task(bench.node.close())
+    late = asyncio.create_task(bench.node.put_slice(quarter(BOB)))
+    await asyncio.sleep(0)
+    finish.set()
+    await asyncio.gather(putting, closing)
+    with pytest.raises(HostFailure, match="commit before load"):
+        await late
+    assert bench.everything() == ({ALICE}, {ALICE}, {ALICE}, (ALICE,))
