@@ -150,7 +150,7 @@ class Journal(Protocol):
     def commit(self, before: Book, after: Book) -> None: ...
 
     def close(self) -> None:
-        """Let go of it: another one may keep its Book here. A ``commit`` is a ``HostFailure`` until the next ``load``."""
+        """Let go of it: another may keep its Book here. Until the next ``load`` a ``commit`` is a ``HostFailure``."""
         ...
 
 
