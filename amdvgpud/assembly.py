@@ -37,6 +37,7 @@ from amdvgpud.host.kfd import KernelFigures
 from amdvgpud.host.ledger import LedgerFiles
 from amdvgpud.host.partition import PartitionFiles
 from amdvgpud.host.procs import process_alive, start_ticks
+from amdvgpud.host.runtime_config import read_cdi_words
 from amdvgpud.host.smi import KfdChildren
 from amdvgpud.host.store import BookStore
 from amdvgpud.host.sysfs import SysfsReader
@@ -265,6 +266,7 @@ def kubelet_of(settings: Settings, parts: Parts) -> Kubelet:
         parts.metrics,
         gate=parts.preload[0],
         environment=os.environ,
+        read_cdi_words=read_cdi_words,
     )
 
 

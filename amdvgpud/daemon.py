@@ -18,6 +18,7 @@ from typing import Final
 
 from amdvgpud import __version__
 from amdvgpud.assembly import api_settings, assemble, in_cluster, kubelet_of, process_of, rules_of
+from amdvgpud.core.delivery import Choice
 from amdvgpud.core.errors import AmdvgpuError, HostFailure
 from amdvgpud.core.health import unbound, wedged
 from amdvgpud.core.model import SliceName
@@ -79,6 +80,8 @@ class Daemon:
             await node.apply_targets(targets)
         await self._pulse()  # and nobody is given anything of a GPU that is not well
         await self._parts.containers.start()
+        if self._kubelet is not None:
+            await self._kubelet.start()
         api = self._api()
         # What the start has made lives as long as the daemon. The collector would walk it again and again in the midst
         # of requests, tens of milliseconds at a time.
@@ -156,8 +159,12 @@ class Daemon:
             reload=self.reload,
             preload=self._parts.preload,
             guard=self._guard.view,
+            delivery=self._how_pods_get_theirs,
             environment={"SOFTKFD_ROOT": str(self._parts.simulated_root)} if self._parts.simulated_root else {},
         )
+
+    def _how_pods_get_theirs(self) -> Choice | None:
+        return self._kubelet.delivery.choice if self._kubelet is not None and self._settings.kubelet_mode else None
 
     async def _open_doors(self, api: Api) -> None:
         if self._supervisor.inherited_fds:

@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from amdvgpud.core import hami
+from amdvgpud.core.cdi_runtimes import CdiWords
+from amdvgpud.core.delivery import Choice, NodeSoftware, choose
 from amdvgpud.core.errors import Invalid
 from amdvgpud.core.model import ComputePolicy, Inventory, Slice
 from amdvgpud.core.render import partition_device
 from amdvgpud.node import Node
 from amdvgpud.ports import CdiSpecs
 from amdvgpud.serve.kube.api import KubeApi, read_access
+from amdvgpud.serve.kube.delivery import Delivery
 from amdvgpud.serve.kube.hami import HamiSettings, HamiSide
 from amdvgpud.serve.kube.hami import withdraw as hami_withdraw
 from amdvgpud.serve.kube.labels import keep_labels
@@ -26,7 +29,7 @@ from amdvgpud.serve.kube.podresources import PodResources
 from amdvgpud.serve.kube.pods import PodWatch
 from amdvgpud.serve.kube.resources import Grant, Mountpoints, Resource, grant_of
 from amdvgpud.serve.metrics import Metrics
-from amdvgpud.settings import Settings
+from amdvgpud.settings import Settings, hook_needs
 
 try:
     from amdvgpud.serve.kube.kubelet import DevicePlugin, KubeletSettings
@@ -59,8 +62,10 @@ class Kubelet:
         *,
         gate: Path,
         environment: Mapping[str, str],
+        read_cdi_words: Callable[[str, str, Path | None], CdiWords],
     ) -> None:
-        """``environment``: the variables that others have set for us (:data:`FOREIGN`)."""
+        """``environment``: the variables that others have set for us (:data:`FOREIGN`). ``read_cdi_words``: what the
+        configuration of a runtime (name, version, file or None) says."""
         self._node = node
         self._cdi = cdi
         self._partitions = partitions
@@ -80,10 +85,13 @@ class Kubelet:
                 settings.kubelet_naming,
             )
             self._offers.append(whole.now)
-        door = KubeletSettings(settings.kubelet_dir, settings.kubelet_delivery, settings.kubelet_take_over)
+        self.delivery = _delivery(settings, environment, read_cdi_words)
+        door = KubeletSettings(settings.kubelet_dir, self.delivery, settings.kubelet_take_over)
         self._plugin = DevicePlugin(
             node, lambda: [resource for offer in self._offers for resource in offer()], door, metrics, pod_resources
         )
+        if settings.kubelet_mode:
+            metrics.kubelet_delivery = lambda: self.delivery.choice.way
         self._labelled = cluster_api(settings, environment) if settings.kube_labels else None
         self._hami: _Hami | None = None
         if "hami" in settings.kubelet_mode:
@@ -124,6 +132,11 @@ class Kubelet:
         alone = all(item.request.compute.policy is ComputePolicy.WHOLE for item in items)
         return self.whole(items) if alone else self.slices(items)
 
+    async def start(self) -> None:
+        """Before the doors open: ``Invalid`` where what the settings ask for cannot be had from this cluster node."""
+        if self._offers or self._hami is not None:
+            await self.delivery.settle()
+
     async def run(self) -> None:
         """Until cancelled. Profiles are cut first, so that a kubelet is not shown what is gone a moment later."""
         profiles = Profiles(self._node, self._profiles)
@@ -132,6 +145,7 @@ class Kubelet:
             tasks.create_task(profiles.run(), name="profiles")
             tasks.create_task(self._leases.run(), name="kubelet leases")
             tasks.create_task(self._plugin.run(), name="device plugin")
+            tasks.create_task(self.delivery.follow(), name="kubelet delivery")
             if self._hami is not None:
                 tasks.create_task(self._hami.run(), name="hami")
             if self._labelled is not None:
@@ -173,6 +187,32 @@ def cluster_api(settings: Settings, environment: Mapping[str, str]) -> tuple[Kub
     """The API, and this node's name there. ``Invalid`` where nobody says how to reach it."""
     name = settings.kube_node_name or environment.get("NODE_NAME") or platform.node().lower()
     return KubeApi(read_access(settings.kube_config, environment)), name
+
+
+def _delivery(
+    settings: Settings, environment: Mapping[str, str], read_cdi_words: Callable[[str, str, Path | None], CdiWords]
+) -> Delivery:
+    if settings.kubelet_delivery != "auto":
+        return Delivery(Choice("cdi" if settings.kubelet_delivery == "cdi" else "nodes", "kubelet.delivery says so"))
+    if settings.kube_config is not None:
+        cluster_api(settings, environment)  # one that is named and cannot be used is told at once
+
+    async def ask() -> Choice:
+        try:
+            api, name = cluster_api(settings, environment)
+        except Invalid as error:
+            return Choice("nodes", f"nobody says which versions kubelet and runtime have ({error.detail})")
+        try:
+            found = (await api.get_node(name)).status.node_info
+        finally:
+            await api.close()
+        software = NodeSoftware(found.kubelet_version, found.container_runtime_version)
+        words = await asyncio.to_thread(
+            read_cdi_words, software.runtime_name, software.runtime_version, settings.kubelet_runtime_config
+        )
+        return choose(software, words, str(settings.cdi_dir))
+
+    return Delivery(Choice("nodes", "it has not been asked for yet", known=False), ask, hook_for=hook_needs(settings))
 
 
 def _holders(pod_resources: PodResources, settings: Settings) -> Callable[[], Awaitable[frozenset[tuple[str, str]]]]:

@@ -443,11 +443,18 @@ class Settings:
     )
     kubelet_delivery: str = _setting(
         "kubelet.delivery",
-        "nodes",
-        _word("nodes", "cdi"),
+        "auto",
+        _word("auto", "nodes", "cdi"),
         "How a container gets its slice: 'nodes' (device nodes, mounts and variables, which every kubelet and runtime "
         "knows) or 'cdi' (CDI names, and with them amdvgpu-hook: kubelet 1.29 or later and a runtime with CDI switched "
-        "on, which nobody tells us).",
+        "on). 'auto': by names where the Kubernetes API and the runtime's configuration say that both take them.",
+    )
+    kubelet_runtime_config: Path | None = _setting(
+        "kubelet.runtime_config",
+        "",
+        _optional_path,
+        "Configuration file of the cluster node's container runtime, for delivery 'auto'. Empty: where containerd, "
+        "that of k3s or rke2, or CRI-O has it.",
     )
     kubelet_take_over: bool = _setting(
         "kubelet.take_over",
@@ -526,16 +533,28 @@ def read_settings(environment: Mapping[str, str], flags: Mapping[str, str], file
 
 
 def _check_hook_reaches(settings: Settings) -> None:
-    """What only the hook can do must not be asked for where the hook does not come along."""
-    wanted = [key for key, on in (("hook.required", settings.hook_required),) if on]
-    wanted += [f"images.policy = {settings.images_policy!r}"] if settings.images_policy != "show" else []
+    """What only the hook can do must not be asked for where the hook does not come along.
+
+    What kubelet.delivery 'auto' comes to is known when the daemon starts, and is judged there.
+    """
+    wanted = _resting_on_hook(settings)
     if wanted and not settings.hook_enabled:
-        raise Invalid.field("hook.enabled", f"is off, and {' and '.join(wanted)} needs the hook: switch it on")
-    if wanted and settings.kubelet_delivery == "nodes" and {"profiles", "hami"} & set(settings.kubelet_mode):
+        raise Invalid.field("hook.enabled", f"is off, and {wanted} needs the hook: switch it on")
+    if settings.kubelet_delivery == "nodes" and (wanted := hook_needs(settings)):
         raise Invalid.field(
-            "kubelet.delivery",
-            f"'nodes' brings no hook into pods, which {' and '.join(wanted)} needs: set it to 'cdi'",
+            "kubelet.delivery", f"'nodes' brings no hook into pods, which {wanted} needs: set it to 'cdi'"
         )
+
+
+def hook_needs(settings: Settings) -> str:
+    """The settings that are worth nothing for pods without the hook, as words of a sentence; '': none."""
+    return _resting_on_hook(settings) if {"profiles", "hami"} & set(settings.kubelet_mode) else ""
+
+
+def _resting_on_hook(settings: Settings) -> str:
+    wanted = ["hook.required"] if settings.hook_required else []
+    wanted += [f"images.policy = {settings.images_policy!r}"] if settings.images_policy != "show" else []
+    return " and ".join(wanted)
 
 
 def shown(settings: Settings) -> dict[str, object]:

@@ -144,8 +144,12 @@ def test_partition_targets_are_a_list_or_a_text_with_commas_and_are_checked_at_o
 @pytest.mark.parametrize(
     ("flags", "refused"),
     [
-        ({"kubelet.mode": "profiles", "images.policy": "refuse"}, "images.policy = 'refuse'"),
-        ({"kubelet.mode": "hami", "hook.required": "true"}, "hook.required"),
+        (
+            {"kubelet.mode": "profiles", "images.policy": "refuse", "kubelet.delivery": "nodes"},
+            "images.policy = 'refuse'",
+        ),
+        ({"kubelet.mode": "hami", "hook.required": "true", "kubelet.delivery": "nodes"}, "hook.required"),
+        ({"kubelet.mode": "hami", "hook.required": "true"}, None),  # what auto comes to is known at the start
         ({"kubelet.mode": "hami", "hook.required": "true", "kubelet.delivery": "cdi"}, None),
         ({"kubelet.mode": "whole", "images.policy": "refuse"}, None),
         ({"images.policy": "refuse"}, None),

@@ -9,13 +9,16 @@ releases that were looked at, the older one's answer is given.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from amdvgpud.core.errors import Invalid
 
 STANDARD_DIRS: Final = ("/etc/cdi", "/var/run/cdi", "/run/cdi")
+
+CDI_VERSION: Final = "0.5.0"
+"""The highest version that our CDI file ever declares."""
 
 _Release = tuple[int, int, int]
 
@@ -142,6 +145,53 @@ def _numbers(match: re.Match[str] | None) -> _Release:
 
 def _text(release: _Release) -> str:
     return ".".join(map(str, release))
+
+
+@dataclass(frozen=True, slots=True)
+class CdiWords:
+    """What a runtime's own configuration says of CDI, and where it does (``source``)."""
+
+    enabled: bool | None = None
+    """None: nothing, so the release's default holds."""
+    dirs: tuple[str, ...] | None = None
+    """None: it names none, so :data:`STANDARD_DIRS` hold."""
+    source: str = ""
+    lack: str = ""
+    """Why nothing is known of ``enabled``, as half a sentence; for people."""
+
+
+def words_of(documents: Iterable[Mapping[str, Any]], source: str) -> CdiWords:
+    """From the parsed configuration of containerd or CRI-O: the main file and what it includes, the later winning.
+
+    By the last keys, wherever they are: the CRI plugin's table has had three names so far.
+    """
+    values: dict[str, Any] = {}
+    for document in documents:
+        values |= _values(document)
+    enabled, dirs = values.get("enable_cdi"), values.get("cdi_spec_dirs")
+    return CdiWords(
+        enabled if isinstance(enabled, bool) else None,
+        tuple(map(str, dirs)) if isinstance(dirs, list) and dirs else None,
+        source,
+        "" if isinstance(enabled, bool) else f"{source} does not",
+    )
+
+
+def _values(table: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        found |= _values(value) if isinstance(value, Mapping) else {key: value}
+    return found
+
+
+def looks_into(dirs: Iterable[str] | None, cdi_dir: str) -> bool:
+    """Whether a runtime whose configuration names ``dirs`` (None: none) finds files in ``cdi_dir``."""
+    return _plain(cdi_dir) in map(_plain, STANDARD_DIRS if dirs is None else dirs)
+
+
+def _plain(directory: str) -> str:
+    """``/var/run`` is ``/run``."""
+    return re.sub("^/var/run(?=/|$)", "/run", directory.rstrip("/"))
 
 
 def missing_access(

@@ -450,6 +450,15 @@ class EventList(Struct, kw_only=True):
     """The ring has dropped events after `since`: read the lists again."""
 
 
+class KubeletView(Struct):
+    """How pods get what they are given."""
+
+    delivery: Literal["cdi", "nodes"]
+    reason: str
+    known: bool
+    """False: it may be the other way as soon as the Kubernetes API answers."""
+
+
 class SystemView(Struct, kw_only=True):
     version: str
     api: str
@@ -461,6 +470,8 @@ class SystemView(Struct, kw_only=True):
     ready: bool
     warnings: list[str]
     config: dict[str, object]
+    kubelet: KubeletView | None = None
+    """None: no kubelet is served."""
 
 
 class Problem(Struct, kw_only=True, omit_defaults=True):

@@ -22,18 +22,19 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from amdvgpud.core import wire
-from amdvgpud.core.cdi_runtimes import missing_access, refusal, to_switch_on
+from amdvgpud.core.cdi_runtimes import (
+    CDI_VERSION,
+    looks_into,
+    missing_access,
+    refusal,
+    to_switch_on,
+    words_of,
+)
 from amdvgpud.core.errors import HostFailure, Invalid
 from amdvgpud.ctl.client import Client, ClientError, NotPermitted
 
 State = Literal["ok", "note", "missing"]
 """``note``: works, but somebody should know. ``missing``: something will not work, and ``cure`` says how it would."""
-
-CDI_VERSION: Final = "0.5.0"
-"""What is assumed of our CDI file where none has been written yet: the highest version that it ever declares."""
-
-_DEFAULTS: Final = ("/etc/cdi", "/run/cdi")
-"""Where every runtime looks unless it is told otherwise; ``/var/run`` is ``/run``."""
 
 _AMD: Final = "0x1002"
 _DISPLAY_CLASSES: Final = ("0x03", "0x12")
@@ -287,6 +288,8 @@ def _daemon(daemon: Daemon) -> Iterator[Finding]:
         yield Finding("daemon", "missing", f"{about}: has not finished its first look at the machine", "wait for it")
     for warning in system.warnings:
         yield Finding("daemon", "note", warning)
+    if system.kubelet is not None:
+        yield _kubelet(system.kubelet)
     for device, reason in daemon.unusable:
         yield Finding(device, "note", f"cannot be cut: {reason}")
     for name, reason in daemon.lost:
@@ -306,6 +309,13 @@ def _daemon(daemon: Daemon) -> Iterator[Finding]:
             yield Finding(
                 "CDI file", "missing", f"another file has the same names: {conflict}", "remove that file"
             )  # fmt: skip
+
+
+def _kubelet(kubelet: wire.KubeletView) -> Finding:
+    if kubelet.delivery == "cdi":
+        return Finding("kubelet", "ok", f"pods get slices by CDI names: {kubelet.reason}")
+    text = f"pods get slices by device nodes and without the hook: {kubelet.reason}"
+    return Finding("kubelet", "note", text, "switch CDI on in the runtime; where it is on: kubelet.delivery = 'cdi'")
 
 
 def _runtimes(probe: Probe) -> Iterator[Finding]:
@@ -330,20 +340,16 @@ def _judged(runtime: Runtime, cdi_version: str, directory: str) -> Finding:
     except Invalid as error:
         return Finding(subject, "note", str(error))
     if why_not:
-        cure = f"a newer {runtime.name}" + ("" if _plain(directory) in _DEFAULTS else "; or set cdi.dir to /run/cdi")
+        cure = f"a newer {runtime.name}" + ("" if looks_into(None, directory) else "; or set cdi.dir to /run/cdi")
         return Finding(subject, "missing", f"would refuse the CDI file: {why_not}", cure)
     if needed and not runtime.switched_on:
         return Finding(subject, "missing", "has CDI, but switched off", f"{', '.join(needed)}, and restart it")
-    looked_into = _DEFAULTS if runtime.dirs is None else runtime.dirs
-    if _plain(directory) not in map(_plain, looked_into):
+    if not looks_into(runtime.dirs, directory):
         setting = to_switch_on(runtime.name, runtime.version, "/elsewhere")[-1].replace("/elsewhere", directory)
+        looked_into = ("/etc/cdi", "/run/cdi") if runtime.dirs is None else runtime.dirs
         text = f"looks for CDI files in {', '.join(looked_into)} only"
         return Finding(subject, "missing", text, f"put {setting}, and restart it")
     return Finding(subject, "ok", f"would resolve amdvgpu.io/slice=… from {directory} (CDI {cdi_version})")
-
-
-def _plain(directory: str) -> str:
-    return re.sub("^/var/run(?=/|$)", "/run", directory.rstrip("/"))
 
 
 def _image(image: Image) -> Iterator[Finding]:
@@ -531,26 +537,15 @@ def _configured(name: str, version: str, root: Path) -> Runtime:
             features = document.get("features", {})
             return Runtime(name, version, features.get("cdi") is True, _dirs(document.get("cdi-spec-dirs")))
         if name == "containerd":
-            found = _values(tomllib.loads((root / "etc/containerd/config.toml").read_text()))
-            return Runtime(name, version, found.get("enable_cdi") is True, _dirs(found.get("cdi_spec_dirs")))
+            words = words_of([tomllib.loads((root / "etc/containerd/config.toml").read_text())], "")
+            return Runtime(name, version, words.enabled is True, words.dirs)
         if name == "cri-o":
             files = [root / "etc/crio/crio.conf", *_listed(root / "etc/crio/crio.conf.d")]
-            found = {}
-            for file in files:
-                if file.exists():
-                    found |= _values(tomllib.loads(file.read_text()))
-            return Runtime(name, version, dirs=_dirs(found.get("cdi_spec_dirs")))
+            words = words_of([tomllib.loads(file.read_text()) for file in files if file.exists()], "")
+            return Runtime(name, version, dirs=words.dirs)
     except (OSError, ValueError, AttributeError):
         pass
     return Runtime(name, version)
-
-
-def _values(table: dict[str, Any]) -> dict[str, Any]:
-    """All plain values of nested tables by their last key: the CRI plugin's table has had three names so far."""
-    found: dict[str, Any] = {}
-    for key, value in table.items():
-        found |= _values(value) if isinstance(value, dict) else {key: value}
-    return found
 
 
 def _dirs(value: object) -> tuple[str, ...] | None:

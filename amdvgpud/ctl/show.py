@@ -445,6 +445,7 @@ def system(answer: wire.SystemView) -> None:
             ("ready", "yes" if answer.ready else "no"),
             ("simulated", _maybe(answer.simulated)),
             ("driver", _maybe(answer.driver_version)),
+            *((("pods", f"by {k.delivery}: {k.reason}"),) if (k := answer.kubelet) else ()),
             ("revision", str(answer.revision)),
             ("topology generation", str(answer.generation_id)),
             ("features", ", ".join(answer.features) or NONE),

@@ -21,6 +21,7 @@ from aiohttp import web
 from msgspec import UNSET
 
 from amdvgpud.core import identify, wire
+from amdvgpud.core.delivery import Choice
 from amdvgpud.core.errors import Conflict, FieldError, Invalid, NotFound, Stale
 from amdvgpud.core.health import Health, effective
 from amdvgpud.core.model import Book, Gpu, HealthOverride, Holder, Lease, LeaseId, Request, Slice, SliceName
@@ -79,6 +80,8 @@ class About:
     """Libraries that a process in a slice preloads, in order."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """What it needs to find in its environment besides the slice's own: a simulated machine's root."""
+    delivery: Callable[[], Choice | None] = lambda: None
+    """How pods get their slices; None: no kubelet is served."""
 
 
 class Endpoints:
@@ -129,6 +132,7 @@ class Endpoints:
         return self._system(self._node.view())
 
     def _system(self, view: NodeView) -> Reply:
+        choice = self._about.delivery()
         return Reply(
             wire.SystemView(
                 version=self._about.version,
@@ -141,6 +145,7 @@ class Endpoints:
                 ready=view.ready,
                 warnings=[*view.warnings, *self._guard().warnings],
                 config=dict(self._about.config()),
+                kubelet=None if choice is None else wire.KubeletView(choice.way, choice.reason, choice.known),
             )
         )
 

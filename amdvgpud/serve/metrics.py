@@ -296,6 +296,13 @@ METRICS: Final = (
         "Devices that a registered resource showed to the kubelet last, by state: healthy, unhealthy.",
     ),
     Metric(
+        "amdvgpu_kubelet_delivery",
+        "gauge",
+        "",
+        ("delivery",),
+        "1 at the way in which pods get their slices: cdi, nodes. /v1/system has the reason.",
+    ),
+    Metric(
         "amdvgpu_kubelet_allocate_duration_seconds",
         "histogram",
         "seconds",
@@ -491,6 +498,8 @@ class Metrics:
         self._kubelet_registrations = _counter("amdvgpu_kubelet_registrations_total", registry)
         self._kubelet_allocate_time = _histogram("amdvgpu_kubelet_allocate_duration_seconds", registry)
         self._kubelet_devices: dict[str, Sequence[bool]] = {}
+        self.kubelet_delivery: Callable[[], str] = str
+        """The way in which pods get their slices; '' where no kubelet is served."""
         prometheus_client.ProcessCollector(registry=registry)
 
     # ------------------------------------------------------------------------------------------------- counting
@@ -718,6 +727,8 @@ class Metrics:
                 for state in ("healthy", "unhealthy")
             ],
         )
+        way = self.kubelet_delivery()
+        page.family("amdvgpu_kubelet_delivery", [f"{labels_text(('delivery',), (way,))} 1"] if way else [])
         sysfs, by_kernel = '{collector="sysfs"}', '{collector="kernel"}'
         looks = (
             [(sysfs, self._sample.ok, self._sample.duration_s)] if self._sampled_s or self._sample.duration_s else []

@@ -30,6 +30,7 @@ from typing import Any, Final
 import msgspec
 from aiohttp import HttpVersion11, web
 
+from amdvgpud.core.delivery import Choice
 from amdvgpud.core.errors import HostFailure, Invalid
 from amdvgpud.guard import GuardView
 from amdvgpud.node import Node
@@ -113,11 +114,13 @@ class Api:
         preload: Sequence[Path] = (),
         environment: Mapping[str, str] | None = None,
         guard: Callable[[], GuardView] = GuardView,
+        delivery: Callable[[], Choice | None] = lambda: None,
     ) -> None:
         """``cdi`` is asked only what it would write. ``process_of`` reads /proc: None where there is no such process.
 
         ``preload`` and ``environment`` are what a process in any slice of this machine needs besides the slice's own.
-        ``guard`` is what the kernel says of who uses what.
+        ``guard`` is what the kernel says of who uses what. ``delivery`` is how pods get their slices, if a kubelet is
+        served.
         ``config`` gives the settings to show; ``reload`` None: look at the machine again and reconcile.
         """
         self._settings = settings
@@ -132,7 +135,14 @@ class Api:
                 await node.rescan()
 
         about = About(
-            version, run_dir, cdi_kind, simulated, lambda: _without_secrets(config()), preload, environment or {}
+            version,
+            run_dir,
+            cdi_kind,
+            simulated,
+            lambda: _without_secrets(config()),
+            preload,
+            environment or {},
+            delivery,
         )
         self._endpoints = Endpoints(
             node,

@@ -147,6 +147,18 @@ USER = replace(HEALTHY, uid=1000, groups=frozenset({1000}))
             ("daemon", "missing", "not finished its first look", "wait"),
         ),
         (
+            replace(
+                HEALTHY,
+                daemon=Daemon(system=system_view(kubelet=wire.KubeletView("nodes", "CDI is off", True)), cdi=cdi_view()),
+            ),
+            (
+                "kubelet",
+                "note",
+                "pods get slices by device nodes and without the hook: CDI is off",
+                "switch CDI on in the runtime; where it is on: kubelet.delivery = 'cdi'",
+            ),
+        ),
+        (
             replace(HEALTHY, daemon=Daemon(system=system_view(warnings=["the state is odd"]), cdi=cdi_view())),
             ("daemon", "note", "the state is odd", ""),
         ),

@@ -4,41 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import os
 import subprocess
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from amdvgpud.core import hami
 from tests.daemons import PROGRAM, a_daemon, options_of
-from tests.kubernetes.conftest import kubelet_options
+from tests.kubernetes.conftest import ENVIRONMENT, kubelet_options
 from tests.serve.kube.fake_kubeapi import FakeKubeApi
 from tests.serve.kube.kubelet import Kubelet
 from tests.serve.kube.stage import HERE, bound_pod
-
-
-@pytest.fixture
-async def api(folder: Path) -> AsyncIterator[FakeKubeApi]:
-    fake = FakeKubeApi()
-    fake.add_node(HERE)
-    server = await fake.start()
-    config = {
-        "current-context": "c",
-        "contexts": [{"name": "c", "context": {"cluster": "c", "user": "c"}}],
-        "clusters": [{"name": "c", "cluster": {"server": server}}],
-        "users": [{"name": "c", "user": {}}],
-    }
-    (folder / "kubeconfig").write_text(json.dumps(config))
-    yield fake
-    await fake.stop()
-
-
-ENVIRONMENT = {**os.environ, "NODE_NAME": HERE}
-"""As a DaemonSet names it."""
 
 
 def settings_of(folder: Path, kubelet: Kubelet) -> list[str]:

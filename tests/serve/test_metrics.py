@@ -309,6 +309,7 @@ async def _full(make_desk: Any) -> Any:
     desk.sysfs.used_bytes = {"0000:11:00.0": 777}
     await desk.metrics.sample(desk.node.view().inventory)
     desk.metrics.kubelet_devices("amd.com/gpu", [True, False])
+    desk.metrics.kubelet_delivery = lambda: "cdi"
     await desk.node.set_health({GPU0: Health(Condition.DEGRADED, "hot", "smi", 5.0)})
     desk.metrics.health_checks = lambda: {"sysfs": True}
     desk.metrics.uevents = {("drm", "add"): 3}

@@ -115,9 +115,15 @@ class Pod(msgspec.Struct, frozen=True):
         return f"{self.metadata.namespace}/{self.metadata.name}"
 
 
-class NodeStatus(msgspec.Struct, frozen=True):
+class NodeInfo(msgspec.Struct, rename="camel", frozen=True):
+    kubelet_version: str = ""
+    container_runtime_version: str = ""
+
+
+class NodeStatus(msgspec.Struct, rename="camel", frozen=True):
     capacity: dict[str, str] | None = None
     allocatable: dict[str, str] | None = None
+    node_info: NodeInfo = NodeInfo()
 
 
 class ClusterNode(msgspec.Struct, frozen=True):

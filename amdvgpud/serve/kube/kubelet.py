@@ -25,15 +25,17 @@ import secrets
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import grpc
 import grpc.aio
 
+from amdvgpud.core.delivery import Way
 from amdvgpud.core.errors import AmdvgpuError, Conflict, Invalid, NoRoom, NotFound
 from amdvgpud.node import Node
+from amdvgpud.serve.kube.delivery import Delivery
 from amdvgpud.serve.kube.podresources import PodResources
 from amdvgpud.serve.kube.resources import Device, Grant, Resource
 from amdvgpud.serve.metrics import Metrics
@@ -64,8 +66,7 @@ _CHANNEL: Final = (("grpc.use_local_subchannel_pool", 1),)
 @dataclass(frozen=True, slots=True)
 class KubeletSettings:
     dir: Path
-    delivery: str = "nodes"
-    """``cdi`` or ``nodes``."""
+    delivery: Delivery = field(default_factory=lambda: Delivery.fixed("nodes"))
     take_over: bool = False
     """Register a name although somebody else has it: the kubelet lets the last one win."""
     look_s: float = LOOK_S
@@ -123,6 +124,7 @@ class DevicePlugin:
             door = await self._door()
             try:
                 await self._refuse_second_owner(name)
+                await self._settings.delivery.renew()
                 why = await self._registered(name, door)
                 log.info("%s: the registration is over, %s.", name, why)
                 pause_s, trouble = FIRST_PAUSE_S, ""
@@ -340,7 +342,7 @@ class _Session:
             for asked in request.container_requests:
                 ids = list(asked.devices_ids)
                 grant = await self._resource_of(self._name).allocate(ids)
-                answer.container_responses.append(answer_of(grant, self._settings.delivery))
+                answer.container_responses.append(answer_of(grant, self._settings.delivery.choice.way))
             result = "ok"
             return answer
         except AmdvgpuError as error:
@@ -362,7 +364,7 @@ class _Session:
 # ------------------------------------------------------------------------------------------------------- messages
 
 
-def answer_of(grant: Grant, delivery: str) -> pb.ContainerAllocateResponse:
+def answer_of(grant: Grant, delivery: Way) -> pb.ContainerAllocateResponse:
     """``grant`` in one way: CDI names, or variables, mounts and device nodes."""
     by_name = delivery == "cdi" and bool(grant.cdi_devices)
     environment = [*(() if by_name else grant.environment), *grant.added_environment]

@@ -12,10 +12,12 @@ from pathlib import Path
 import grpc
 import pytest
 
+from amdvgpud.core.delivery import Choice, Way
 from amdvgpud.core.errors import Conflict, NoRoom
 from amdvgpud.core.health import Condition, Health
 from amdvgpud.core.model import Partition
 from amdvgpud.node import NodeView
+from amdvgpud.serve.kube.delivery import Delivery
 from amdvgpud.serve.kube.kubelet import DevicePlugin, KubeletSettings
 from amdvgpud.serve.kube.podresources import PodResources
 from amdvgpud.serve.kube.resources import Device, Grant, GrantMount, GrantNode, Resource, fit, numa_node_of
@@ -109,8 +111,9 @@ async def test_all_slots_of_a_gpu_turn_unhealthy_in_one_update_and_return(desk: 
 
 
 @pytest.mark.parametrize("delivery", ["cdi", "nodes"])
-async def test_a_container_gets_one_route_and_nothing_twice(desk: Desk, plugins_dir: Path, delivery: str) -> None:
-    async with a_kubelet(plugins_dir) as kubelet, running(a_plugin(desk, plugins_dir, delivery=delivery)):
+async def test_a_container_gets_one_route_and_nothing_twice(desk: Desk, plugins_dir: Path, delivery: Way) -> None:
+    plugin = a_plugin(desk, plugins_dir, delivery=Delivery.fixed(delivery))
+    async with a_kubelet(plugins_dir) as kubelet, running(plugin):
         answer, other = await (await kubelet.registered(GPU)).allocate(["x#1", "y#2"], ["z#3"])
     assert dict(answer.annotations) == {}
     assert other.envs["IDS"] == "z#3"
@@ -126,6 +129,23 @@ async def test_a_container_gets_one_route_and_nothing_twice(desk: Desk, plugins_
         assert [(d.host_path, d.container_path, d.permissions) for d in answer.devices] == [
             ("/dev/kfd", "/dev/kfd", "rw")
         ]
+
+
+async def test_nothing_is_registered_until_the_hook_that_settings_need_is_known_to_come(
+    desk: Desk, plugins_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    answers = [Choice("nodes", "CDI is off"), Choice("cdi", "CDI is on")]
+
+    async def ask() -> Choice:
+        return answers.pop(0)
+
+    delivery = Delivery(Choice("nodes", "not asked", known=False), ask, hook_for="hook.required")
+    async with a_kubelet(plugins_dir) as kubelet, running(a_plugin(desk, plugins_dir, delivery=delivery)):
+        plugin = await kubelet.registered(GPU)
+        (answer,) = await plugin.allocate(["x#1"])
+    assert [d.name for d in answer.cdi_devices] == ["amdvgpu.io/slice=a"]
+    assert kubelet.registrations == [GPU]
+    assert any("is not registered" in text and "hook.required needs it: CDI is off" in text for text in caplog.messages)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from amdvgpud.core import hami
+from amdvgpud.core.delivery import Way
 from amdvgpud.core.model import Book, Compute, Inventory, Request, Slice, SliceName
 from amdvgpud.core.plan import place
 from amdvgpud.host.cdi import CdiFile, SimulatedDevices
@@ -99,7 +100,7 @@ def test_on_a_simulated_node_the_emulator_comes_along(inventory: Inventory, tmp_
 
 
 @pytest.mark.parametrize("delivery", ["cdi", "nodes"])
-def test_what_is_added_is_told_in_either_way(delivery: str) -> None:
+def test_what_is_added_is_told_in_either_way(delivery: Way) -> None:
     grant = Grant(
         ("amdvgpu.io/slice=a",),
         (("A", "1"),),
