@@ -62,6 +62,7 @@ def cdi_view(**changed: object) -> wire.CdiView:
     return msgspec.structs.replace(plain, **changed)
 
 
+NO_NAMES = wire.KubeletView("nodes", "CDI is off", True)
 HEALTHY = Probe(daemon=Daemon(system=system_view(), cdi=cdi_view()))
 
 
@@ -147,10 +148,7 @@ USER = replace(HEALTHY, uid=1000, groups=frozenset({1000}))
             ("daemon", "missing", "not finished its first look", "wait"),
         ),
         (
-            replace(
-                HEALTHY,
-                daemon=Daemon(system=system_view(kubelet=wire.KubeletView("nodes", "CDI is off", True)), cdi=cdi_view()),
-            ),
+            replace(HEALTHY, daemon=Daemon(system=system_view(kubelet=NO_NAMES), cdi=cdi_view())),
             (
                 "kubelet",
                 "note",
