@@ -378,9 +378,16 @@ def _wish(grant: Grant, there: Mapping[str, Partition], limits: Mapping[Partitio
 
 
 def requests(
-    uid: str, ordinal: int, wanted: Sequence[Wish], *, priority: Priority, oversubscribed: frozenset[GpuId]
+    uid: str,
+    ordinal: int,
+    wanted: Sequence[Wish],
+    *,
+    after: tuple[SliceName, ...] = (),
+    priority: Priority,
+    oversubscribed: frozenset[GpuId],
 ) -> tuple[Request, ...]:
     """What to ask of the Node for a container, the pod's ``ordinal``-th that asks for GPUs: mostly one Request.
+    ``after``: the slices of those that have ended when it starts.
 
     A Request has one quota for all its GPUs, and no GPU twice; what does not go together is asked for one by one.
     """
@@ -405,6 +412,7 @@ def requests(
             on=tuple(str(wish.partition.id) for wish in group),
             priority=priority,
             oversubscribe=group[0].partition.gpu in oversubscribed and group[0].cu_count is not None,
+            after=after,
         )
         for part, group in enumerate(groups)
     )

@@ -307,6 +307,9 @@ class Request:
     priority: Priority = Priority.NORMAL
     oversubscribe: bool = False
     """Where the driver has no VRAM left, host memory serves within the same quota: slower, but no refusal."""
+    after: tuple[SliceName, ...] = ()
+    """Slices that are over before this one is used, so that it may be given what they have. Whoever asks must know: a
+    pod's init container has ended before its next container starts. From each other slice both are kept apart."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.gpu_count <= MAX_GPUS_PER_SLICE:

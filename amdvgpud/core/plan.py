@@ -6,11 +6,13 @@ verified is an error, never a slice without limits. What a mask bit is belongs t
 
 Equations that hold on every Partition, over the Shares that are still present on it:
 ``promised == Σ share.vram_bytes <= floor(partition.vram_bytes * ratio)``; exclusive sets are disjoint from all others.
+Slices that are used one after the other (``Request.after``) are the exception: of them those count that are used at the
+same time, at their worst, and their sets may overlap.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from fractions import Fraction
@@ -134,24 +136,56 @@ def _mask_of(bits: tuple[int, ...]) -> int:
     return CuSet(bits).mask
 
 
-def occupancy(book: Book, inventory: Inventory, *, without: SliceName | None = None) -> dict[PartitionId, Occupancy]:
-    """What is taken of each Partition, in KFD node order; the slice ``without`` is looked past."""
+def _in_turn(one: Request, other: Request) -> bool:
+    """Whether the two are never used at the same time."""
+    return other.name in one.after or one.name in other.after
+
+
+def _apart(book: Book, request: Request) -> frozenset[SliceName]:
+    """Whom a slice of ``request`` need not be kept apart from: itself, and those it is used in turn with."""
+    return frozenset(
+        name for name, item in book.slices.items() if name == request.name or _in_turn(item.request, request)
+    )
+
+
+def _promised_bytes(owners: Mapping[SliceName, tuple[Request, int]]) -> int:
+    """The most that these (Request, quota) have of one Partition at any time.
+
+    Exact for slices of which each waits for all that end before it, as a pod's containers do; never too little. Those
+    that wait for the same one are a group, and groups do not wait for each other.
+    """
+    groups: dict[SliceName, list[tuple[Request, int]]] = {}
+    for name, owner in owners.items():
+        groups.setdefault(next((first for first in owner[0].after if first in owners), name), []).append(owner)
+    total = 0
+    for group in groups.values():
+        passing = {name for request, _ in group for name in request.after}
+        peaks = [sum(quota for request, quota in group if request.name not in passing)]
+        peaks += (
+            sum(quota for request, quota in group if not _in_turn(request, one))
+            for one, _ in group
+            if one.name in passing
+        )
+        total += max(peaks)
+    return total
+
+
+def occupancy(book: Book, inventory: Inventory, *, without: Collection[SliceName] = ()) -> dict[PartitionId, Occupancy]:
+    """What is taken of each Partition, in KFD node order; the slices ``without`` are looked past."""
     partitions = inventory.partitions
     hashes = {p.id: cumask.layout_hash(p.layout) for p in partitions}
-    promised = dict.fromkeys(hashes, 0)
+    quotas: dict[PartitionId, dict[SliceName, tuple[Request, int]]] = {where: {} for where in hashes}
     exclusive = dict.fromkeys(hashes, 0)
     shared: dict[PartitionId, list[int]] = {}
     whole: dict[PartitionId, SliceName] = {}
-    names: dict[PartitionId, list[SliceName]] = {}
     for name, item in book.slices.items():
-        if name == without:
+        if name in without:
             continue
         for share in item.shares:
             where = share.partition
             if hashes.get(where) != share.layout_hash:
                 continue
-            promised[where] += share.vram_bytes
-            names.setdefault(where, []).append(name)
+            quotas[where][name] = item.request, share.vram_bytes
             if share.cus is None:
                 whole[where] = name
             elif share.shared:
@@ -171,12 +205,12 @@ def occupancy(book: Book, inventory: Inventory, *, without: SliceName | None = N
             rows=cumask.rows(p.layout),
             layout_hash=hashes[p.id],
             vram_limit_bytes=int(p.vram_bytes * _ratio(book, p.gpu)),
-            vram_promised_bytes=promised[p.id],
+            vram_promised_bytes=_promised_bytes(quotas[p.id]),
             exclusive=exclusive[p.id],
             shared=masks,
             shared_union=union,
             whole=whole.get(p.id),
-            slices=tuple(sorted(names.get(p.id, ()))),
+            slices=tuple(sorted(quotas[p.id])),
         )
     return result
 
@@ -424,13 +458,14 @@ def _pick_columns(rows: Rows, taken: int, count: int) -> int:
 
 
 def place(book: Book, inventory: Inventory, request: Request, unfit: Mapping[GpuId, Health] = _ALL_FIT) -> Plan:
-    """Where ``request`` goes. A slice of the same name in the Book is looked past: the Plan replaces it.
+    """Where ``request`` goes. A slice of the same name in the Book is looked past: the Plan replaces it; and so are
+    those that are over before it is used.
 
     Nothing is placed on the ``unfit`` GPUs, nor on cordoned ones.
     ``NoRoom`` names the roomiest partition and what is missing; ``NotFound`` or ``Invalid`` for what ``on`` names;
     ``AmdvgpuError`` where the Plan does not stand its own examination.
     """
-    taken = occupancy(book, inventory, without=request.name)
+    taken = occupancy(book, inventory, without=_apart(book, request))
     candidates = _candidates(book, inventory, request, taken, unfit)
     fits: list[tuple[Occupancy, _Want, int]] = []
     for at in candidates:
@@ -519,7 +554,7 @@ def resize(book: Book, inventory: Inventory, item: Slice, vram_bytes: int) -> Pl
     also where more is promised than the GPU has (a ratio was lowered): that is the way back.
     """
     request = replace(item.request, vram_bytes=vram_bytes)
-    taken = occupancy(book, inventory, without=item.name)
+    taken = occupancy(book, inventory, without=_apart(book, item.request))
     for share in item.shares:
         at = taken.get(share.partition)
         if at is None or at.layout_hash != share.layout_hash:
@@ -713,19 +748,25 @@ def check(book: Book, inventory: Inventory) -> tuple[str, ...]:
             faults.append(f"slice {item.name} has two shares of one GPU")
     for where, owners in owned.items():
         names = ", ".join(item.name for item, _ in owners)
-        if len(owners) > 1 and any(share.cus is None for _, share in owners):
+        alone = [item for item, share in owners if share.cus is None]
+        if any(one is not item and not _in_turn(one.request, item.request) for one in alone for item, _ in owners):
             faults.append(f"{where}: whole, but has several owners ({names})")
         exclusive = shared = 0
-        for item, share in owners:
+        for at, (item, share) in enumerate(owners):
             mask = 0 if share.cus is None else _mask_of(share.cus.bits)
-            if mask & (exclusive if share.shared else exclusive | shared):
+            # First against all together: that nearly always settles it.
+            if mask & (exclusive if share.shared else exclusive | shared) and any(
+                mask & _mask_of(other.cus.bits) and not _in_turn(item.request, before.request)
+                for before, other in owners[:at]
+                if other.cus is not None and not (share.shared and other.shared)
+            ):
                 faults.append(f"{where}: slice {item.name} has CUs that another slice has")
             if share.shared:
                 shared |= mask
             else:
                 exclusive |= mask
         partition = inventory.partition(where)
-        promised = sum(share.vram_bytes for _, share in owners)
+        promised = _promised_bytes({item.name: (item.request, share.vram_bytes) for item, share in owners})
         if partition is not None and promised > (limit := int(partition.vram_bytes * _ratio(book, partition.gpu))):
             faults.append(f"{where}: {human_size(promised)} of VRAM promised of {human_size(limit)} ({names})")
     return tuple(faults)

@@ -51,7 +51,13 @@ def reopen(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
 
 def a_slice(name: str, revision: int = 1) -> Slice:
     request = Request(
-        slice_name(name), Compute(ComputePolicy.EXACT, cu_count=38), 16 * GIB, 2, ("0", "GPU-1/0"), Spread.SPREAD
+        slice_name(name),
+        Compute(ComputePolicy.EXACT, cu_count=38),
+        16 * GIB,
+        2,
+        ("0", "GPU-1/0"),
+        Spread.SPREAD,
+        after=(slice_name("before"),),
     )
     share = Share(PartitionId("GPU-1/0"), 16 * GIB, CuSet((0, 1, 9)), False, 38, 38, 32, "abc")
     whole = Share(PartitionId("GPU-2/0"), 192 * GIB, None, False, 304, 304, 288, "def")

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import combinations
 from types import MappingProxyType
 
 import pytest
@@ -616,6 +617,56 @@ def test_check_finds_what_a_book_should_never_hold(
     )
     # Lost is no fault.
     assert planner.check(book, Inventory()) == ()
+
+
+def test_what_is_over_before_a_slice_is_used_is_given_once_more_and_only_to_it(
+    layout_of: LayoutOf, make_inventory: MakeInventory, ask: Ask, granted: Granted
+) -> None:
+    inventory = make_inventory(layout_of("MI300X"))
+    of = granted(inventory, ask("side", "10%", vram_bytes=10 * GIB), ask("setup", "50%", vram_bytes=90 * GIB))
+    later = [
+        replace(ask(name, "30%", vram_bytes=70 * GIB), after=(SliceName("setup"), SliceName("gone"))) for name in "ab"
+    ]
+    book = granted(inventory, *later, book=of)
+    assert planner.check(book, inventory) == ()
+    # side is there all the time: 10 + max(90, 70 + 70), not 240; and CUs of the two that run together are disjoint.
+    (capacity,) = planner.capacities(book, inventory).values()
+    assert (capacity.vram_promised_bytes, capacity.slices) == (150 * GIB, ("a", "b", "setup", "side"))
+    sets = [cus for name in ("side", "setup", "a", "b") if (cus := sets_of(book, name)[0])]
+    assert [one.mask & other.mask == 0 for one, other in combinations(sets, 2)] == [
+        *(True, True, True),
+        *(False, False),
+        True,
+    ]
+    stranger = ask("c", "1", vram_bytes=50 * GIB)
+    with pytest.raises(NoRoom, match="has 42 GiB"):
+        place(book, inventory, stranger)
+    # Who ends first may grow by what is left beside those that run at the same time, and no further.
+    setup = book.slices[SliceName("setup")]
+    assert resize(book, inventory, setup, 182 * GIB).shares[0].vram_bytes == 182 * GIB
+    with pytest.raises(NoRoom, match="has 182 GiB for it"):
+        resize(book, inventory, setup, 183 * GIB)
+    # Without that relation the same Shares are a fault.
+    for request in later:
+        book = book.with_slice(replace(book.slices[request.name], request=replace(request, after=())))
+    assert planner.check(book, inventory) == (
+        "GPU-0000000000000001/0: slice a has CUs that another slice has",
+        "GPU-0000000000000001/0: slice b has CUs that another slice has",
+        "GPU-0000000000000001/0: 240 GiB of VRAM promised of 192 GiB (side, setup, a, b)",
+    )
+
+
+def test_a_whole_partition_is_had_in_turn(
+    layout_of: LayoutOf, make_inventory: MakeInventory, ask: Ask, granted: Granted
+) -> None:
+    inventory = make_inventory(layout_of("MI300X"))
+    first = ask("setup", "whole", vram_bytes=None)
+    then = replace(ask("main", "whole", vram_bytes=None), after=(first.name,))
+    book = granted(inventory, first, then)
+    assert planner.check(book, inventory) == ()
+    with pytest.raises(NoRoom):
+        place(book, inventory, ask("c", "1", vram_bytes=GIB))
+    assert planner.check(book.with_slice(replace(book.slices[then.name], request=replace(then, after=()))), inventory)
 
 
 # --------------------------------------------------------------------------------------------------------- the oracle

@@ -89,8 +89,27 @@ class PodSpec(msgspec.Struct, rename="camel", frozen=True):
     containers: tuple[PodContainer, ...] | None = None
 
 
-class PodStatus(msgspec.Struct, frozen=True):
+class Terminated(msgspec.Struct, rename="camel", frozen=True):
+    exit_code: int = -1
+
+
+class ContainerState(msgspec.Struct, frozen=True):
+    running: dict[str, Any] | None = None
+    terminated: Terminated | None = None
+
+
+class ContainerStatus(msgspec.Struct, rename="camel", frozen=True):
+    name: str = ""
+    state: ContainerState = ContainerState()
+    restart_count: int = 0
+
+
+class PodStatus(msgspec.Struct, rename="camel", frozen=True):
+    """The kubelet's word: a pod's owner cannot write it."""
+
     phase: str = ""
+    init_container_statuses: tuple[ContainerStatus, ...] | None = None
+    container_statuses: tuple[ContainerStatus, ...] | None = None
 
 
 class Pod(msgspec.Struct, frozen=True):
@@ -110,6 +129,25 @@ class Pod(msgspec.Struct, frozen=True):
     @property
     def ended(self) -> bool:
         return self.status.phase in ("Succeeded", "Failed")
+
+    @property
+    def begun(self) -> bool:
+        """Whether any of its containers has run. A pod is ``Pending`` while its init containers do."""
+        seen = (*(self.status.init_container_statuses or ()), *(self.status.container_statuses or ()))
+        return any(each.restart_count or each.state.running is not None or each.state.terminated for each in seen)
+
+    def runs_first(self, container: PodContainer) -> bool:
+        """Whether it is over before the containers behind it start: an init container that is no sidecar."""
+        return container.restart_policy != "Always" and any(
+            each.name == container.name for each in self.spec.init_containers or ()
+        )
+
+    def has_succeeded(self, container: PodContainer) -> bool:
+        """Of one that :meth:`runs_first`. The kubelet runs it again only where the pod has lost its sandbox."""
+        return any(
+            each.name == container.name and each.state.terminated == Terminated(0)
+            for each in self.status.init_container_statuses or ()
+        )
 
     def __str__(self) -> str:
         return f"{self.metadata.namespace}/{self.metadata.name}"

@@ -28,7 +28,7 @@ from amdvgpud.core.model import GpuId, Holder, Request, Slice, SliceName
 from amdvgpud.core.modes import parse_target
 from amdvgpud.node import Node, NodeView
 from amdvgpud.serve.kube.api import ClusterNode, KubeApi, Pod, PodContainer
-from amdvgpud.serve.kube.pods import PodWatch, strangers, waiting_of
+from amdvgpud.serve.kube.pods import PodWatch, asking, slices_of, strangers, waiting_of
 from amdvgpud.serve.kube.resources import Device, Grant, GrantMount, numa_node_of
 
 log = logging.getLogger(__name__)
@@ -423,11 +423,10 @@ class HamiResource:
         """
         book = self._node.view().book
         for ordinal, served in sorted(hami.parse_served(pod.annotations.get(hami.SERVED, "")).items(), reverse=True):
-            if served != ids or not _slices_of(book.slices, pod.metadata.uid, ordinal):
+            if served != ids or not slices_of(book.slices, pod.metadata.uid, ordinal):
                 continue
             container = _container(pod, ordinal)
-            ends = container is not None and container in (pod.spec.init_containers or ())
-            ends = ends and container is not None and container.restart_policy != "Always"
+            ends = container is not None and pod.runs_first(container)
             if not (ends and hami.is_waiting(pod.annotations.get(hami.WAITING, ""))):
                 return ordinal
         return None
@@ -476,10 +475,20 @@ class HamiResource:
                 raise Conflict(f"{pod} runs on {gpu} and has no slice here, so nobody knows what of it is free")
         limits = {where: at.vram_limit_bytes for where, at in plan.capacities(view.book, view.inventory).items()}
         priority = turn.container.limit(hami.PRIORITY_RESOURCE) if turn.container else None
+        uid = turn.pod.metadata.uid
+        # The scheduler counts a pod as the larger of an init container and all others together. All are allocated for
+        # before the first of them runs, so what an init container has is promised once more to those behind it.
+        over = [
+            item.name
+            for ordinal, container in enumerate(asking(turn.pod)[: turn.ordinal])
+            if turn.pod.runs_first(container)
+            for item in slices_of(view.book.slices, uid, ordinal)
+        ]
         return hami.requests(
-            turn.pod.metadata.uid,
+            uid,
             turn.ordinal,
             hami.wishes(turn.grants, there, limits),
+            after=tuple(over),
             priority=hami.priority_of(priority),
             oversubscribed=frozenset(gpu for gpu, ratio in view.book.oversubscription.items() if ratio > 1),
         )
@@ -553,7 +562,7 @@ class HamiResource:
     async def _answer(self, pod: Pod, ordinal: int) -> Grant:
         """What the container gets. All GPUs whole: their nodes and nothing else, no gate and no mask."""
         view = self._node.view()
-        slices = _slices_of(view.book.slices, pod.metadata.uid, ordinal)
+        slices = slices_of(view.book.slices, pod.metadata.uid, ordinal)
         grant = await asyncio.to_thread(self._deliver, slices)
         container = _container(pod, ordinal)
         priority = container.limit(hami.PRIORITY_RESOURCE) if container else None
@@ -578,14 +587,9 @@ class HamiResource:
         )
 
 
-def _slices_of(slices: Mapping[SliceName, Slice], uid: str, ordinal: int) -> list[Slice]:
-    first = hami.pod_slice(uid, ordinal)
-    return [item for name, item in sorted(slices.items()) if name == first or name.startswith(f"{first}.")]
-
-
 def _container(pod: Pod, ordinal: int) -> PodContainer | None:
-    asking = [each for each in pod.every_container if each.limit(hami.COUNT_RESOURCE)]
-    return asking[ordinal] if ordinal < len(asking) else None
+    found = asking(pod)
+    return found[ordinal] if ordinal < len(found) else None
 
 
 def _turn(pod: Pod) -> _Turn | None:

@@ -3,7 +3,8 @@
 Owns when a pod is over for us. A slice is promised VRAM and CUs that another pod would be given next, so it goes only
 when all say that nothing can run in it: the API, asked anew just then (a watch may be behind, or broken); of a pod that
 was deleted the kubelet too, where it can be asked; and the slice's ledger. While any of them says otherwise, or cannot
-be asked, the slice stays.
+be asked, the slice stays. That of an init container goes as soon as it has succeeded: the scheduler counts a pod by its
+other containers from then on, and sends more.
 
 The other way round nobody asks: a slice without a pod is all that the Book and the API differ in, whatever happened to
 daemon, kubelet or node in between, and the first look after a start finds it.
@@ -19,7 +20,7 @@ from typing import Final
 
 from amdvgpud.core import hami
 from amdvgpud.core.errors import AmdvgpuError, Invalid, NotFound
-from amdvgpud.core.model import SliceName
+from amdvgpud.core.model import Slice, SliceName
 from amdvgpud.node import Node
 from amdvgpud.serve.kube.api import KubeApi, Listed, Pod, PodContainer
 
@@ -102,17 +103,21 @@ class PodWatch:
         self._over_since = {uid: self._over_since.get(uid, now_s) for uid in over}
         self._said &= over
         due = [uid for uid in over if now_s - self._over_since[uid] >= grace_s]
-        if not due:
+        if not due and not self._past(self.pods):
             return 0
         fresh = {pod.metadata.uid: pod for pod in await self._api.list_pods(self._cluster_node)}
         due = [uid for uid in due if _is_over(fresh.get(uid))]
         held = await self._held() if self._held is not None and due else frozenset()
         # The kubelet knows pods by name, and a stateful one comes again under its own: then its word is about that one.
         again = {(pod.metadata.namespace, pod.metadata.name) for pod in fresh.values() if not pod.ended}
-        if due:
+        past = self._past(fresh)
+        if due or past:
             await self._node.tick()  # what has just ended must not count as running
         usage = self._node.view().usage
-        freed = 0
+        freed = await self._free(
+            [name for name in past if name not in usage or not usage[name].processes],
+            "its init container has succeeded",
+        )
         for uid in due:
             mine = slices[uid]
             running = [name for name in mine if name in usage and usage[name].processes]
@@ -122,15 +127,28 @@ class PodWatch:
                     uid, mine, f"processes run in {', '.join(running)}" if running else "the kubelet has it", now_s
                 )
                 continue
-            freed += await self._free(mine)
+            freed += await self._free(mine, "its pod is over")
         return freed
 
-    async def _free(self, names: Iterable[SliceName]) -> int:
+    def _past(self, pods: Mapping[str, Pod]) -> list[SliceName]:
+        """Slices of init containers that have succeeded, of pods that are not over."""
+        slices = self._node.view().book.slices
+        ours = {hami.pod_uid(name) for name in slices}
+        return [
+            item.name
+            for uid, pod in pods.items()
+            if uid in ours and not pod.ended
+            for ordinal, container in enumerate(asking(pod))
+            if pod.runs_first(container) and pod.has_succeeded(container)
+            for item in slices_of(slices, uid, ordinal)
+        ]
+
+    async def _free(self, names: Iterable[SliceName], why: str) -> int:
         freed = 0
         for name in names:
             with contextlib.suppress(NotFound):
                 await self._node.delete_slice(name, force=True)  # with its lease
-                log.info("%s: its pod is over, so it was released.", name)
+                log.info("%s: %s, so it was released.", name, why)
                 freed += 1
         return freed
 
@@ -159,7 +177,7 @@ def strangers(pods: Mapping[str, Pod], slices: Iterable[SliceName]) -> dict[str,
     ours = {hami.pod_uid(name) for name in slices}
     found: dict[str, Pod] = {}
     for uid, pod in pods.items():
-        if pod.status.phase != "Running" or uid in ours or not any(map(_asks, pod.every_container)):
+        if pod.status.phase != "Running" or uid in ours or not asking(pod):
             continue
         with contextlib.suppress(Invalid):
             for grants in hami.parse_allocation(pod.annotations.get(hami.ALLOCATED, "")):
@@ -167,8 +185,15 @@ def strangers(pods: Mapping[str, Pod], slices: Iterable[SliceName]) -> dict[str,
     return found
 
 
-def _asks(container: PodContainer) -> bool:
-    return bool(container.limit(hami.COUNT_RESOURCE))
+def asking(pod: Pod) -> list[PodContainer]:
+    """The containers that ask for GPUs, in the kubelet's order. The slices of the n-th are ``pod-<uid>.<n>``."""
+    return [each for each in pod.every_container if each.limit(hami.COUNT_RESOURCE)]
+
+
+def slices_of(slices: Mapping[SliceName, Slice], uid: str, ordinal: int) -> list[Slice]:
+    """What the pod's ``ordinal``-th container that asks for GPUs has: one slice, or one for each kind of quota."""
+    first = hami.pod_slice(uid, ordinal)
+    return [item for name, item in sorted(slices.items()) if name == first or name.startswith(f"{first}.")]
 
 
 def waiting_of(pods: Mapping[str, Pod], cluster_node: str) -> list[Pod]:

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 from aiohttp import web
 
-from amdvgpud.core import hami
+from amdvgpud.core import hami, plan
 from amdvgpud.core.errors import AmdvgpuError, Conflict, HostFailure, Invalid, NoRoom, NotFound
 from amdvgpud.core.health import Condition, Health
 from amdvgpud.core.model import Compute, ComputePolicy, GpuId, Inventory, Priority, Request, Slice, SliceName
@@ -313,6 +313,35 @@ async def test_devices_of_an_init_container_that_ends_serve_the_next_container(
     for _ in range(2):
         await stage.side.resource.allocate([f"{GPU}#0"])
     assert len(stage.slices()) == served
+
+
+@pytest.mark.parametrize(
+    ("setup", "main", "granted"),
+    [(WHOLE, WHOLE, 0), (f"{GPU},T,1024,200:", f"{GPU},T,1024,200:", 200), (WHOLE, QUARTER, 72), (QUARTER, WHOLE, 0)],
+)
+async def test_an_init_container_and_the_one_behind_it_have_the_same_gpu_in_turn(
+    stage: Stage, setup: str, main: str, granted: int
+) -> None:
+    pod = stage.pod("a", a_container("main"), init=[a_container("setup")], allocation=f"{setup};{main};")
+    for _ in range(2):
+        await stage.side.resource.allocate([f"{GPU}#0"])
+    assert (stage.notes("a")[hami.BIND_PHASE], stage.locked()) == (hami.SUCCESS, None)
+    assert [share[2] for share in stage.slices()[slice_of(pod, 1)]] == [granted]
+    assert plan.check(stage.node.view().book, stage.node.view().inventory) == ()
+    # Everybody else is kept apart from both.
+    stage.pod("b", allocation=f"{GPU},T,1024,152:;")
+    with pytest.raises(NoRoom):
+        await stage.side.resource.allocate([f"{GPU}#1"])
+    assert set(stage.slices()) == {slice_of(pod, 0), slice_of(pod, 1)}
+
+
+async def test_a_sidecar_and_a_container_run_together_and_never_share(stage: Stage) -> None:
+    most = f"{GPU},T,1024,200:"
+    stage.pod("a", a_container("main"), init=[a_container("side", restart="Always")], allocation=f"{most};{most};")
+    await stage.side.resource.allocate([f"{GPU}#0"])
+    with pytest.raises(NoRoom, match="104 CUs"):
+        await stage.side.resource.allocate([f"{GPU}#1"])
+    assert stage.slices() == {}
 
 
 async def test_ids_of_a_pod_that_ended_serve_the_pod_that_the_lock_names(stage: Stage) -> None:

@@ -125,6 +125,65 @@ async def test_a_pod_whose_containers_ended_frees_its_slice_whatever_the_kubelet
     assert await stage.watch.release_ended(0) == 1
 
 
+ENDED = {"state": {"terminated": {"exitCode": 0, "reason": "Completed"}}}
+SETUP = f"{GPU},T,90000,144:"
+
+
+async def with_init(stage: Stage, restart: str = "") -> tuple[str, str]:
+    """The slices of an init container and of the container behind it."""
+    pod = stage.pod(
+        "a", a_container("main"), init=[a_container("setup", restart=restart)], allocation=f"{SETUP};{QUARTER}"
+    )
+    for slot in range(2):
+        await stage.side.resource.allocate([f"{GPU}#{slot}"])
+    await seen(stage)
+    return slice_of(pod, 0), slice_of(pod, 1)
+
+
+def init_is(stage: Stage, state: Json) -> None:
+    stage.api.change_pod("default", "a", {"status": {"initContainerStatuses": [{"name": "setup", **state}]}})
+
+
+async def test_what_an_init_container_had_is_free_as_soon_as_it_has_succeeded(stage: Stage) -> None:
+    _, main = await with_init(stage)
+    init_is(stage, ENDED)
+    await seen(stage)
+    assert [await stage.watch.release_ended(5), set(stage.slices())] == [1, {main}]
+    assert {lease.slice for lease in stage.node.view().book.leases.values()} == {main}
+    assert [await stage.watch.release_ended(5), set(stage.slices())] == [0, {main}]
+
+
+async def test_a_pod_that_the_scheduler_sent_where_an_init_container_has_ended_finds_room(stage: Stage) -> None:
+    _, main = await with_init(stage)
+    init_is(stage, ENDED)
+    await seen(stage)
+    after = stage.pod("b", allocation=f"{GPU},T,180000,160:;")
+    await stage.side.resource.allocate([f"{GPU}#2"])
+    assert set(stage.slices()) == {main, slice_of(after)}
+
+
+@pytest.mark.parametrize(
+    ("state", "restart", "running"),
+    [
+        ({"state": {"running": {}}}, "", False),
+        ({"state": {"waiting": {"reason": "CrashLoopBackOff"}}, "restartCount": 3}, "", False),
+        ({"state": {"terminated": {"exitCode": 1}}}, "", False),
+        (ENDED, "Always", False),
+        (ENDED, "", True),
+    ],
+    ids=["runs", "will run again", "has failed", "a sidecar", "its processes remain"],
+)
+async def test_an_init_container_that_may_still_use_its_slice_keeps_it(
+    stage: Stage, state: Json, restart: str, running: bool
+) -> None:
+    setup, main = await with_init(stage, restart)
+    init_is(stage, state)
+    await seen(stage)
+    if running:
+        stage.files.run_a_process_in(SliceName(setup))
+    assert [await stage.watch.release_ended(0), set(stage.slices())] == [0, {setup, main}]
+
+
 async def test_slices_of_others_are_nobodys_business_here(stage: Stage) -> None:
     await stage.node.put_slice(Request(SliceName("alice"), Compute(ComputePolicy.BALANCED, percent=25), 1 << 30))
     assert [await stage.watch.release_ended(0), set(stage.slices())] == [0, {"alice"}]
