@@ -39,7 +39,12 @@ SAID_EVERY_S: Final = 10.0
 
 
 class HealthWatch:
-    """See the module's head. One pulse or notice at a time; each ends with the Node knowing all verdicts."""
+    """See the module's head. Each pulse and each notice ends with the Node knowing all verdicts.
+
+    Bad news are judged at once. Good ones wait for a look of their own, which can take seconds in a driver that does
+    not answer, and count for nothing if there were bad ones in the meantime. One look at a time, so that counters that
+    were read earlier are never judged later.
+    """
 
     def __init__(
         self,
@@ -57,10 +62,13 @@ class HealthWatch:
         self._memory = memory
         self._policy = policy
         self._now_s = now_s
+        self._looking = asyncio.Lock()
         self._turn = asyncio.Lock()
         self._standings: Standings = NOBODY
         self._kept: Standings = NOBODY
         """What the memory has."""
+        self._bad_news: dict[GpuId, int] = {}
+        """How many there were of each GPU."""
         self._began = False
         self._said: dict[tuple[GpuId, str], tuple[float, int]] = {}
         """When a kind of notice was told last, and how many were not since."""
@@ -69,33 +77,43 @@ class HealthWatch:
 
     async def pulse(self) -> None:
         """Look at all GPUs. Where the machine is not as it was, it is scanned first, and looked at again."""
-        inventory = self._node.view().inventory
-        look, stale = await self._look(inventory)
-        if stale:
-            await self._node.rescan()
-            inventory = self._node.view().inventory
-            look, _ = await self._look(inventory)
-        await self._judge(look)
+        async with self._looking:
+            look, stale = await self._look(self._node.view().inventory)
+            if stale:
+                await self._node.rescan()
+                look, _ = await self._look(self._node.view().inventory)
+            await self._judge(look)
 
     async def hear(self, notices: Sequence[Notice]) -> None:
-        """What drivers have said by themselves: told, and judged at once."""
+        """What drivers have said by themselves, in this order: told, and judged."""
         there = {gpu.id for gpu in self._node.view().inventory.gpus}
         notices = [notice for notice in notices if notice.gpu in there]
+        good: dict[GpuId, tuple[Notice, int]] = {}
         for notice in notices:
             self._tell(notice)
-        if any(notice.finding or notice.recovered for notice in notices):
-            await self._judge_notices(notices)
+            if notice.finding is not None:
+                good.pop(notice.gpu, None)
+                self._bad_news[notice.gpu] = self._bad_news.get(notice.gpu, 0) + 1
+                await self._judge(Look(False, frozenset({notice.gpu}), (notice.finding,)))
+            elif notice.good:
+                known, _ = good.get(notice.gpu, (notice, 0))
+                good[notice.gpu] = (notice if notice.renewed else known, self._bad_news.get(notice.gpu, 0))
+        for notice, bad_news in good.values():
+            await self._judge_good(notice, bad_news)
 
-    async def _judge_notices(self, notices: Sequence[Notice]) -> None:
-        # One after another: a reset that began and ended within one read must end as one that has ended.
-        for notice in notices:
-            findings = () if notice.finding is None else (notice.finding,)
-            recovered = frozenset({notice.gpu} if notice.recovered else ())
+    async def _judge_good(self, notice: Notice, bad_news: int) -> None:
+        """``bad_news``: so many there had been of the GPU when it was heard."""
+        gpu = frozenset({notice.gpu})
+        async with self._looking:
             counts: Mapping[GpuId, Mapping[Count, int]] = {}
-            if notice.recovered:  # what has been counted until now is of before the reset
+            if notice.renewed:  # what has been counted until now is of before
                 looks = [await self._examination(check, self._node.view().inventory) for check in self._built_in]
                 counts = {notice.gpu: _merged(looks).get(notice.gpu, {})}
-            await self._judge(Look(False, frozenset({notice.gpu}), findings, counts, recovered))
+            if self._bad_news.get(notice.gpu, 0) == bad_news:
+                none: frozenset[GpuId] = frozenset()
+                await self._judge(
+                    Look(False, gpu, (), counts, gpu if notice.recovered else none, gpu if notice.renewed else none)
+                )
 
     async def _look(self, inventory: Inventory) -> tuple[Look, bool]:
         looks = [await self._examination(check, inventory) for check in (*self._built_in, *self._optional)]

@@ -90,7 +90,7 @@ class Finding:
     condition: Condition
     reason: str
     lasting: bool = False
-    """It stands until a reset is over or the GPU is another's to judge anew, not only until the next look."""
+    """It stands until a driver takes it back or the GPU is another's to judge anew, not only until the next look."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,9 @@ class Look:
     counts: Mapping[GpuId, Mapping[Count, int]] = field(default_factory=dict)
     """Those that could be read."""
     recovered: frozenset[GpuId] = frozenset()
-    """A reset of these is over: what was found before it counts no more."""
+    """Of these the driver has taken back what it said before: lasting findings end, error counters do not."""
+    renewed: frozenset[GpuId] = frozenset()
+    """These were reset as a whole or begun anew: what was found or counted before counts no more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,9 +164,11 @@ def _stand(was: Standing | None, look: Look, gpu: GpuId, now_s: float, policy: P
     # A counter that went back is of a driver that was loaded anew, which is as good as a reset.
     reloaded = was is not None and any(t.value < was.tallies[c].value for c, t in tallies.items() if c in was.tallies)
     faults: tuple[Finding, ...] = () if was is None else was.faults
-    if gpu in look.recovered or reloaded:
-        faults = ()
+    if gpu in look.renewed or reloaded:
         tallies = {count: Tally(tally.value) for count, tally in tallies.items()}
+        faults = ()
+    if gpu in look.recovered or (was is not None and _end_is_overdue(was, look, found, now_s, policy)):
+        faults = ()
     faults = _distinct((*faults, *(f for f in found if f.lasting)))
     worst = _worst([*found, *faults, *_records(gpu, tallies, now_s, policy)])
     doubtful_since_s = None
@@ -174,9 +178,25 @@ def _stand(was: Standing | None, look: Look, gpu: GpuId, now_s: float, policy: P
         if now_s - since_s >= policy.unknown_grace_s:
             reason = f"{worst.reason}, for {now_s - since_s:.0f} s now"
             worst = replace(worst, condition=Condition.UNHEALTHY, reason=reason)
-    good = look.whole or (gpu in look.recovered and not policy.good_looks)
+    good = look.whole or (gpu in look.recovered | look.renewed and not policy.good_looks)
     verdict, good_looks = _verdict(was, worst, good, now_s, policy)
     return Standing(verdict, good_looks, doubtful_since_s, faults, tallies)
+
+
+def _end_is_overdue(was: Standing, look: Look, found: Iterable[Finding], now_s: float, policy: Policy) -> bool:
+    """Whether a driver said that it resets, and whoever could have heard the end of it was not listening by then.
+
+    After the grace the eyes' word counts in place of one that may have been lost (with a restart of the daemon, or a
+    listener that was sent away): /dev/kfd answers EAGAIN as long as a reset lasts. What a driver said for certain,
+    that it has given its GPU up, stands.
+    """
+    return (
+        look.whole
+        and not any(finding.condition in (Condition.UNKNOWN, Condition.UNHEALTHY) for finding in found)
+        and was.doubtful_since_s is not None
+        and now_s - was.doubtful_since_s >= policy.unknown_grace_s
+        and all(fault.condition is Condition.UNKNOWN for fault in was.faults)
+    )
 
 
 def _verdict(
@@ -245,7 +265,7 @@ def _thinned(grown: list[tuple[float, int]]) -> tuple[tuple[float, int], ...]:
 
 
 def _records(gpu: GpuId, tallies: Mapping[Count, Tally], now_s: float, policy: Policy) -> list[Finding]:
-    """What the counters say: those of the last reset on, and young enough."""
+    """What the counters say: since the GPU was last begun anew, and young enough."""
 
     def recent(count: Count, age_s: float) -> int:
         grown = tallies[count].grown if count in tallies else ()
@@ -254,12 +274,16 @@ def _records(gpu: GpuId, tallies: Mapping[Count, Tally], now_s: float, policy: P
     found = []
     for count, source, condition, what in _GRAVE:
         if number := recent(count, policy.record_age_s):
-            found.append(Finding(gpu, source, condition, f"{what}: {number} since the last reset"))
+            found.append(Finding(gpu, source, condition, f"{what}: {number} within {_in_words(policy.record_age_s)}"))
     for count, source, what in _RATED:
         if (number := recent(count, 3600.0)) > policy.correctable_per_hour:
             reason = f"{what}: {number} within an hour, and {policy.correctable_per_hour} are worth a look"
             found.append(Finding(gpu, source, Condition.DEGRADED, reason))
     return found
+
+
+def _in_words(age_s: float) -> str:
+    return f"{age_s / 3600:g} h" if age_s >= 3600 else f"{age_s:g} s"
 
 
 _GRAVE: Final = (
@@ -301,11 +325,22 @@ class Notice:
     text: str
     finding: Finding | None = None
     recovered: bool = False
+    """See :attr:`Look.recovered`."""
+    renewed: bool = False
+    """See :attr:`Look.renewed`."""
+
+    @property
+    def good(self) -> bool:
+        return self.recovered or self.renewed
 
 
 def wedged(gpu: GpuId, methods: str, culprit: str = "") -> Notice:
     """A uevent with ``WEDGED=<methods>`` (Documentation/gpu/drm-uapi.rst): ``none`` is a GPU that has recovered by
-    itself; anything else, known today or not, is one that the driver has given up until somebody does that."""
+    itself; anything else, known today or not, is one that the driver has given up until somebody does that.
+
+    amdgpu says ``none`` of one ring or one queue too (amdgpu_job.c, mes_userqueue.c), which any program can bring
+    about: it must not wash off errors that memory or link have made.
+    """
     by = f" ({culprit} was at work)" if culprit else ""
     if methods.strip() in ("none", ""):
         return Notice(gpu, "recovered", f"the driver has reset it; what ran on it may be lost{by}", recovered=True)
@@ -316,7 +351,7 @@ def wedged(gpu: GpuId, methods: str, culprit: str = "") -> Notice:
 
 def unbound(gpu: GpuId) -> Notice:
     """Its driver has let it go: whatever comes back is to be found anew, and may be back before anybody looks."""
-    return Notice(gpu, "unbound", "its driver has let it go", recovered=True)
+    return Notice(gpu, "unbound", "its driver has let it go", renewed=True)
 
 
 SMI_VM_FAULT: Final = 1
@@ -345,5 +380,6 @@ def smi_notice(gpu: GpuId, line: str) -> Notice | None:
         why = "it is being reset" + (f" ({cause})" if cause else "")
         return Notice(gpu, "reset", why, Finding(gpu, Source.SMI, Condition.UNKNOWN, why, lasting=True))
     if event == SMI_POST_RESET:
-        return Notice(gpu, "recovered", "its reset is over; what ran on it is lost", recovered=True)
+        # Of the whole GPU, which is how a driver mends memory that was found to be wrong.
+        return Notice(gpu, "recovered", "its reset is over; what ran on it is lost", renewed=True)
     return None

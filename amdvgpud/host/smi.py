@@ -5,8 +5,9 @@ cut anew (:class:`amdvgpud.ports.KfdHolder`). What a line of the events means is
 
 Whether to listen is a bargain. An open /dev/kfd is a KFD process: while there is one, drivers refuse to cut any GPU
 anew, whoever asks. Our own switches send the child away first; those of other tools cannot. So ``auto`` listens where
-no GPU can be cut, which is every Radeon and every APU, and there loses nobody anything. Where GPUs can be cut, resets
-are still heard by uevent on newer kernels and seen by the pulse; who wants the events there switches them on.
+no GPU can be cut, which is every Radeon and every APU. There it costs one thing: amdgpu cannot be unloaded meanwhile,
+as with any open file of it. Where GPUs can be cut, resets are still heard by uevent on newer kernels and seen by the
+pulse; who wants the events there switches them on.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import errno
 import logging
 import os
 import sys
+import time
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
@@ -64,7 +66,10 @@ class KfdChildren:
         self._turn = asyncio.Lock()
         """One child at a time."""
         self._listener: Process | None = None
+        self._dismissed = False
         self._ids: dict[int, GpuId] = {}
+        self._heard_of: tuple[dict[int, GpuId], int] = ({}, 0)
+        """What the listener was started for, and in which generation of the topology."""
         self._own: set[int] = set()
         self._told: str = ""
 
@@ -87,11 +92,16 @@ class KfdChildren:
             self._may.set()
 
     def refresh(self) -> None:
-        """The machine has been scanned: if it has other GPUs now, listen to these."""
-        if self._listener is not None and self._wanted() != self._ids:
+        """The machine has been scanned: if it has other GPUs now, or one anew, listen to these.
+
+        A GPU that its driver let go and took again has the same id, and what listened to it before is deaf: the
+        kernel's listener hangs on the node that is gone (``kfd_smi_events.c``). Each such change is a new generation.
+        """
+        if self._listener is not None and (self._wanted(), self._inventory().generation_id) != self._heard_of:
             self._dismiss()
 
     def _dismiss(self) -> None:
+        self._dismissed = True
         if self._listener is not None and self._listener.stdin is not None:
             self._listener.stdin.close()
 
@@ -112,26 +122,29 @@ class KfdChildren:
             if not self._wanted():
                 await asyncio.sleep(look_s)
                 continue
+            began_s = time.monotonic()
             if await self._listen():
                 failures = 0
                 await asyncio.sleep(0)
                 continue
+            if time.monotonic() - began_s > _BACK_OFF_S[-1]:
+                failures = 0
             await asyncio.sleep(_BACK_OFF_S[min(failures, len(_BACK_OFF_S) - 1)])
             failures += 1
 
     async def _listen(self) -> bool:
-        """One child, from start to end; false: it did not come so far as to listen."""
+        """One child, from start to end; false: it has ended by itself."""
         async with self._turn:
             if not self._may.is_set():
                 return True
+            self._dismissed = False
             self._ids = self._wanted()
-            heard = False
+            self._heard_of = (self._ids, self._inventory().generation_id)
             try:
                 async with self._child(*map(str, self._ids)) as child:
                     self._listener = child
                     assert child.stdout is not None  # noqa: S101
                     while line := await child.stdout.readline():
-                        heard |= line.startswith(b"listening ")
                         await self._take(line.decode("ascii", "replace").strip())
             except OSError as error:
                 self._say(f"the program that listens to them cannot be started: {error}")
@@ -139,7 +152,7 @@ class KfdChildren:
                 self._say("what came was no line")
             finally:
                 self._listener = None
-            return heard
+            return self._dismissed
 
     async def _take(self, line: str) -> None:
         word, _, rest = line.partition(" ")
@@ -162,7 +175,8 @@ class KfdChildren:
 
     async def examine(self, inventory: Inventory) -> Examination | None:
         """Whether /dev/kfd opens. While a child listens it does, and while a GPU is cut anew nobody asks."""
-        if not inventory.gpus or self._listener is not None or not self._may.is_set():
+        # A turn that is taken is a listener's, also one that is only just starting: it may last for ever.
+        if not inventory.gpus or self._turn.locked() or not self._may.is_set():
             return Examination()
         async with self._turn:
             if not self._may.is_set():

@@ -137,7 +137,10 @@ class SimulatedDriver:
         wanting = {name for name in living.keys() - shown if (self._root / "processes" / name).is_dir()}
         pids = _lock_holders() if wanting else {}
         for name in wanting:
-            there = living[name].stat()
+            try:
+                there = living[name].stat()
+            except FileNotFoundError:  # it has ended meanwhile
+                continue
             if (pid := pids.get((os.major(there.st_dev), os.minor(there.st_dev), there.st_ino))) is not None:
                 with contextlib.suppress(FileExistsError):  # softkfd was faster
                     (self._root / _PROC / str(pid)).symlink_to(Path("../../../../../../processes") / name)

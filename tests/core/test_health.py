@@ -47,6 +47,7 @@ class Bench:
         whole: bool = True,
         lasting: bool = False,
         recovered: bool = False,
+        renewed: bool = False,
         after_s: float = 10.0,
         source: Source = Source.PULSE,
         counts: Mapping[str, int] = MappingProxyType({}),
@@ -55,7 +56,9 @@ class Bench:
         self.now_s += after_s
         findings = tuple(Finding(gpus[0], source, condition, reason, lasting) for condition, reason in said)
         found = {gpus[0]: {Count(name): value for name, value in counts.items()}}
-        look = Look(whole, frozenset(gpus), findings, found, frozenset({gpus[0]} if recovered else ()))
+        first: frozenset[GpuId] = frozenset({gpus[0]})
+        none: frozenset[GpuId] = frozenset()
+        look = Look(whole, frozenset(gpus), findings, found, first if recovered else none, first if renewed else none)
         self.standings = judge(self.standings, look, self.now_s, self.policy)
         return str(self.verdict(gpus[0]).condition)
 
@@ -149,12 +152,13 @@ def test_a_lasting_fault_stands_until_the_reset_is_over(bench: Bench) -> None:
     assert [bench.look() for _ in range(3)] == ["unhealthy", "unhealthy", "healthy"]
 
 
-def test_where_nobody_looks_the_end_of_a_reset_counts_at_once() -> None:
+@pytest.mark.parametrize("end", ["recovered", "renewed"])
+def test_where_nobody_looks_the_end_of_a_reset_counts_at_once(end: str) -> None:
     bench = Bench(policy=replace(POLICY, good_looks=0))
     lost = (Condition.UNHEALTHY, "the kernel has given it up")
     assert bench.look(lost, whole=False, lasting=True) == "unhealthy"
     assert bench.look(whole=False) == "unhealthy"
-    assert bench.look(whole=False, recovered=True) == "healthy"
+    assert bench.look(whole=False, recovered=end == "recovered", renewed=end == "renewed") == "healthy"
 
 
 def test_a_source_that_says_another_thing_means_the_other_thing(bench: Bench) -> None:
@@ -176,10 +180,10 @@ def test_a_gpu_that_is_gone_is_forgotten_with_its_faults(bench: Bench) -> None:
 @pytest.mark.parametrize(
     ("count", "first", "grown", "verdict"),
     [
-        ("uncorrectable", "unhealthy", "unhealthy", "uncorrectable memory errors: 5 since the last reset"),
-        ("pcie_fatal", "healthy", "unhealthy", "fatal errors of PCIe: 2 since the last reset"),
-        ("pcie_nonfatal", "healthy", "degraded", "uncorrectable errors of PCIe: 2 since the last reset"),
-        ("retired_pages", "healthy", "degraded", "pages of VRAM retired: 2 since the last reset"),
+        ("uncorrectable", "unhealthy", "unhealthy", "uncorrectable memory errors: 5 within 1000 s"),
+        ("pcie_fatal", "healthy", "unhealthy", "fatal errors of PCIe: 2 within 1000 s"),
+        ("pcie_nonfatal", "healthy", "degraded", "uncorrectable errors of PCIe: 2 within 1000 s"),
+        ("retired_pages", "healthy", "degraded", "pages of VRAM retired: 2 within 1000 s"),
         ("correctable", "healthy", "healthy", ""),
         ("pcie_correctable", "healthy", "healthy", ""),
     ],
@@ -201,9 +205,15 @@ def test_correctable_errors_count_by_their_rate(bench: Bench) -> None:
     assert [bench.look(counts={"correctable": 1011}) for _ in range(2)] == ["degraded", "healthy"]
 
 
-def test_records_from_before_the_last_reset_count_no_more(bench: Bench) -> None:
+def test_errors_of_memory_and_link_are_not_washed_off_by_a_driver_that_has_reset_a_ring(bench: Bench) -> None:
     bench.look(counts={"uncorrectable": 2})
-    bench.look(counts={"uncorrectable": 2}, whole=False, recovered=True)
+    bench.look(whole=False, recovered=True)
+    assert [bench.look(counts={"uncorrectable": 2}) for _ in range(4)] == ["unhealthy"] * 4
+
+
+def test_records_from_before_the_gpu_was_begun_anew_count_no_more(bench: Bench) -> None:
+    bench.look(counts={"uncorrectable": 2})
+    bench.look(counts={"uncorrectable": 2}, whole=False, renewed=True)
     assert [bench.look(counts={"uncorrectable": 2}) for _ in range(3)] == ["unhealthy", "unhealthy", "healthy"]
     assert bench.look(counts={"uncorrectable": 3}) == "unhealthy"
 
@@ -260,7 +270,7 @@ def test_a_persons_word_holds_and_says_what_was_found() -> None:
 def test_what_a_wedged_uevent_means(methods: str, kind: str, condition: Condition | None) -> None:
     notice = wedged(A, methods, "python3, pid 7")
     found = None if notice.finding is None else (notice.finding.condition, notice.finding.lasting)
-    assert (notice.kind, notice.recovered) == (kind, condition is None)
+    assert (notice.kind, notice.recovered, notice.renewed) == (kind, condition is None, False)
     assert found == (None if condition is None else (condition, True))
     assert notice.text.endswith("(python3, pid 7 was at work)")
 
@@ -279,7 +289,7 @@ def test_what_a_line_of_the_kfds_events_means(line: str, kind: str, condition: C
     notice = smi_notice(A, line)
     assert notice is not None
     assert (notice.kind, notice.finding and notice.finding.condition) == (kind, condition)
-    assert notice.recovered == (kind == "recovered")
+    assert (notice.recovered, notice.renewed) == (False, kind == "recovered")
 
 
 @pytest.mark.parametrize("line", ["", "x", "9 77:python3", "b", "-1 2"])
@@ -293,3 +303,26 @@ def test_a_reset_is_doubt_from_its_first_line_to_its_last_and_then_good_looks_co
     assert [bench.look() for _ in range(3)] == ["unknown"] * 3
     bench.look(whole=False, recovered=True)
     assert [bench.look() for _ in range(3)] == ["unknown", "unknown", "healthy"]
+
+
+RESETTING = (Condition.UNKNOWN, "it is being reset")
+
+
+def test_a_reset_whose_end_nobody_heard_ends_by_what_the_eyes_see_after_the_grace(bench: Bench) -> None:
+    bench.look()
+    bench.look(RESETTING, whole=False, lasting=True, source=Source.SMI)
+    seen = [bench.look() for _ in range(9)]
+    assert seen == [*["unknown"] * 7, "healthy", "healthy"]  # 60 s of grace, and the third good look of it on
+
+
+def test_a_reset_that_the_eyes_still_see_after_the_grace_has_not_ended(bench: Bench) -> None:
+    bench.look()
+    bench.look(RESETTING, whole=False, lasting=True, source=Source.SMI)
+    assert [bench.look(BUSY) for _ in range(9)] == [*["unknown"] * 5, *["unhealthy"] * 4]
+
+
+def test_a_gpu_that_was_given_up_does_not_return_by_looking_well(bench: Bench) -> None:
+    bench.look()
+    bench.look(RESETTING, whole=False, lasting=True, source=Source.SMI)
+    bench.look((Condition.UNHEALTHY, "given up"), whole=False, lasting=True, source=Source.UEVENT)
+    assert [bench.look(after_s=50) for _ in range(9)] == ["unhealthy"] * 9

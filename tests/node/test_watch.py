@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -22,9 +23,18 @@ class Check:
     name: str
     answer: Examination | HostFailure | None = field(default_factory=Examination)
     asked: int = 0
+    slow: asyncio.Event | None = None
+    """Set: who asks next has what there is to see then, when this comes."""
+    waits: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def examine(self, inventory: Inventory) -> Examination | None:
         self.asked += 1
+        if self.slow is not None:
+            seen, slow, self.slow = self.answer, self.slow, None
+            assert not isinstance(seen, HostFailure)
+            self.waits.set()
+            await slow.wait()
+            return seen
         if isinstance(self.answer, HostFailure):
             raise self.answer
         return self.answer
@@ -168,12 +178,65 @@ async def test_a_recovery_alone_is_told_and_nothing_more(bench: Bench) -> None:
     assert (bench.told(), set(bench.conditions().values())) == ([("gpu.recovered", bench.first)], {"healthy"})
 
 
-async def test_errors_counted_before_a_recovery_count_no_more(bench: Bench) -> None:
+async def test_errors_counted_before_a_whole_reset_count_no_more(bench: Bench) -> None:
+    over = smi_notice(bench.first, "4 1")
+    assert over is not None
     bench.eyes.answer = Examination((), {bench.first: {Count.UNCORRECTABLE: 1}})
     await bench.watch.pulse()
     assert bench.conditions()[bench.first] == "unhealthy"
     bench.eyes.answer = Examination((), {bench.first: {Count.UNCORRECTABLE: 2}})  # counted in the reset
-    await bench.watch.hear([wedged(bench.first, "none")])
+    await bench.watch.hear([over])
+    for _ in range(2):
+        await bench.watch.pulse()
+    assert bench.conditions()[bench.first] == "healthy"
+
+
+async def test_a_program_cannot_wash_errors_off_by_having_its_queue_reset(bench: Bench) -> None:
+    """amdgpu says ``WEDGED=none`` after it has reset one queue, too."""
+    bench.eyes.answer = Examination((), {bench.first: {Count.UNCORRECTABLE: 1}})
+    await bench.watch.pulse()
+    await bench.watch.hear([wedged(bench.first, "none", "python3, pid 7")])
+    for _ in range(5):
+        await bench.watch.pulse()
+    assert bench.conditions()[bench.first] == "unhealthy"
+
+
+async def test_bad_news_that_come_while_a_recovery_is_looked_at_are_the_last_word(bench: Bench) -> None:
+    await bench.watch.pulse()
+    bench.eyes.slow = seen = asyncio.Event()
+    looking = asyncio.create_task(bench.watch.hear([unbound(bench.first)]))
+    await bench.eyes.waits.wait()
+    await bench.watch.hear([wedged(bench.first, "rebind")])
+    assert bench.conditions()[bench.first] == "unhealthy"  # at once, whoever else looks
+    seen.set()
+    await looking
+    for _ in range(5):
+        await bench.watch.pulse()
+    assert bench.conditions()[bench.first] == "unhealthy"
+
+
+async def test_within_one_report_too_the_last_word_counts(bench: Bench) -> None:
+    await bench.watch.pulse()
+    await bench.watch.hear([wedged(bench.first, "rebind"), wedged(bench.first, "none"), wedged(bench.first, "rebind")])
+    for _ in range(5):
+        await bench.watch.pulse()
+    assert bench.conditions()[bench.first] == "unhealthy"
+
+
+async def test_counters_read_before_a_reset_are_not_judged_after_it(bench: Bench) -> None:
+    """Else they would seem to have gone back, and what a reset had counted would then count as new."""
+    over = smi_notice(bench.first, "4 1")
+    assert over is not None
+    bench.eyes.answer = Examination((), {bench.first: {Count.UNCORRECTABLE: 1}})
+    await bench.watch.pulse()
+    bench.eyes.slow = seen = asyncio.Event()
+    pulse = asyncio.create_task(bench.watch.pulse())
+    await bench.eyes.waits.wait()
+    bench.eyes.answer = Examination((), {bench.first: {Count.UNCORRECTABLE: 2}})
+    heard = asyncio.create_task(bench.watch.hear([over]))
+    await asyncio.wait({heard}, timeout=0.3)
+    seen.set()
+    await asyncio.gather(pulse, heard)
     for _ in range(2):
         await bench.watch.pulse()
     assert bench.conditions()[bench.first] == "healthy"

@@ -127,6 +127,44 @@ async def test_other_gpus_are_listened_to_after_a_scan(bench: MakeBench) -> None
         await made.until(lambda: made.children.own_pids() != before and made.listening())
 
 
+async def test_a_gpu_that_came_anew_under_its_old_id_is_listened_to_anew(bench: MakeBench) -> None:
+    """As the kernel gives it: its id is made of what it is and where. The simulation would give it another one."""
+    made = bench("2*rx7900xtx")
+    generation = made.root / "sys/class/kfd/kfd/topology/generation_id"
+    async with made.running():
+        await made.until(made.listening)
+        before = made.children.own_pids()
+        generation.write_text(f"{int(generation.read_text()) + 2}\n")
+        made.children.refresh()
+        await made.until(lambda: made.children.own_pids() != before and made.listening())
+
+
+async def test_a_listener_that_is_starting_keeps_no_pulse_waiting(bench: MakeBench) -> None:
+    made = bench("2*rx7900xtx")
+    async with made.running():
+        await asyncio.sleep(0)  # the listener has its turn, and there is no child yet
+        async with asyncio.timeout(20):
+            assert await made.children.examine(made.inventory()) is not None
+        await made.until(made.listening)
+
+
+async def test_a_child_that_ends_as_soon_as_it_listens_is_not_started_again_and_again(
+    bench: MakeBench, tmp_path: Path
+) -> None:
+    made = bench("rx7900xtx")
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho x >> {tmp_path}/started\necho listening 1\n")
+    python.chmod(0o755)
+    children = KfdChildren(made.inventory, made.hear, python=str(python))
+    task = asyncio.create_task(children.run(0.01))
+    await made.until((tmp_path / "started").exists)
+    await asyncio.sleep(0.5)
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+    assert (tmp_path / "started").read_text() == "x\n"
+
+
 @pytest.mark.parametrize(("listening", "model"), [("auto", "mi300x"), ("off", "rx7900xtx")])
 async def test_where_a_gpu_can_be_cut_nobody_listens_unless_told_to(
     bench: MakeBench, listening: str, model: str
