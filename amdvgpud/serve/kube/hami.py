@@ -29,7 +29,7 @@ from amdvgpud.core.modes import parse_target
 from amdvgpud.node import Node, NodeView
 from amdvgpud.serve.kube.api import ClusterNode, KubeApi, Pod, PodContainer
 from amdvgpud.serve.kube.pods import PodWatch, asking, slices_of, strangers, waiting_of
-from amdvgpud.serve.kube.resources import Device, Grant, GrantMount, numa_node_of
+from amdvgpud.serve.kube.resources import Device, Grant, GrantMount, numa_node_of, patiently
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class HamiSide:
         self._offered: tuple[Offer, ...] = ()
         self._said = ""
         self._fit: dict[GpuId, Health | None] | None = None
-        self.resource = HamiResource(node, api, settings, pods, deliver, self._lock, self.offers)
+        self.resource = HamiResource(node, api, settings, pods, deliver, self._lock, self.offers, pause)
 
     def offers(self, view: NodeView) -> tuple[Offer, ...]:
         """What is offered now; what was and is gone stays, without health, and so does what a stranger is on."""
@@ -321,6 +321,7 @@ class HamiResource:
         deliver: Deliver,
         lock: NodeLock,
         offers: Callable[[NodeView], tuple[Offer, ...]],
+        pause: Callable[[float], Awaitable[None]],
     ) -> None:
         self._node = node
         self._api = api
@@ -329,6 +330,7 @@ class HamiResource:
         self._deliver = deliver
         self._lock = lock
         self._offers = offers
+        self._pause = pause
         self._turn = asyncio.Lock()
         """The node lock does not keep two calls for one pod apart."""
         self._undoing: set[asyncio.Task[Grant]] = set()
@@ -500,13 +502,15 @@ class HamiResource:
             return
         if there is not None:
             await self._drop(request.name)
+        # The turn is kept while a whole GPU is waited for: the node lock names this pod until it is bound or refused,
+        # so a call that came meanwhile would be taken for a second one for it.
         try:
-            await self._node.grant_lease(holder, request=request)
+            await patiently(lambda: self._node.grant_lease(holder, request=request), self._pause)
         except NoRoom:
             # The scheduler gives away what an ended pod had at once; we wait a while. Now is the time to look.
             if not await self._pods.release_ended(0):
                 raise
-            await self._node.grant_lease(holder, request=request)
+            await patiently(lambda: self._node.grant_lease(holder, request=request), self._pause)
 
     async def _drop(self, name: SliceName) -> None:
         try:

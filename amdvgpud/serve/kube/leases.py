@@ -15,19 +15,18 @@ Late is harmless: a kubelet that hands out again what has been in its list ends 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from amdvgpud.core.errors import AmdvgpuError, Conflict, Lingering, NotFound
+from amdvgpud.core.errors import AmdvgpuError, Conflict, NotFound
 from amdvgpud.core.model import Holder, Lease, LeaseId, Request, Slice, SliceName
 from amdvgpud.node import Node, NodeView
 from amdvgpud.serve.kube.podresources import CheckpointEntry, PodResources, read_checkpoint
-from amdvgpud.serve.kube.resources import Grant
+from amdvgpud.serve.kube.resources import Grant, patiently
 
 log = logging.getLogger(__name__)
 
@@ -38,8 +37,6 @@ makes the pod's directory in the pod's first turn, before volumes and images are
 STARTING_S: Final = 60.0
 """How long a kubelet's list is not believed after its start; guessed."""
 LOOKS: Final = 2
-PATIENCE_S: Final = 10
-"""How long a call waits for a whole GPU to be clean. Other pods of the node wait with it; guessed."""
 
 Granting = Callable[[Sequence[Slice]], Grant]
 """What slices are for a container. May touch the disk, so it is called in a thread."""
@@ -81,8 +78,8 @@ class KubeletLeases:
         self._now_s = now_s
         self._look_s = look_s
         self._sleep = sleep
-        self._one_at_a_time = asyncio.Lock()
-        """Of grants, so that the second of two calls for one device finds what the first has taken."""
+        self._one_at_a_time: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        """Of grants of one resource, so that the second of two calls for one device finds what the first has taken."""
         self._seen: set[LeaseId] = set()
         self._missing: Counter[LeaseId] = Counter()
 
@@ -94,7 +91,7 @@ class KubeletLeases:
         Asked again for what the kubelet holds already, the same, and nothing more is taken. ``Conflict`` where somebody
         else holds a slice or it is lost; else as :meth:`Node.grant_lease`. What fails has taken nothing.
         """
-        async with self._one_at_a_time:
+        async with self._one_at_a_time[resource]:
             return await self._grant(resource, wanted, granting)
 
     async def _grant(
@@ -125,17 +122,8 @@ class KubeletLeases:
             raise
 
     async def _lease(self, holder: Holder, what: SliceName | Request) -> Lease:
-        """Waits for what a former user has left, a little: the kubelet asks once, and then the pod has failed."""
-        for second in itertools.count():
-            try:
-                if isinstance(what, Request):
-                    return await self._node.grant_lease(holder, request=what)
-                return await self._node.grant_lease(holder, slice=what)
-            except Lingering:
-                if second >= PATIENCE_S:
-                    raise
-            await self._sleep(1)
-        raise AssertionError("counts for ever")
+        wanted: dict[str, Any] = {"request" if isinstance(what, Request) else "slice": what}
+        return await patiently(lambda: self._node.grant_lease(holder, **wanted), self._sleep)
 
     async def run(self) -> None:
         """Until cancelled."""

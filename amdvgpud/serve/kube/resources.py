@@ -7,11 +7,13 @@ id that it counts and hands out. Does not own the protocol, and loads neither gR
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
-from amdvgpud.core.model import GpuId, Partition, Slice
+from amdvgpud.core.errors import Lingering
+from amdvgpud.core.model import GpuId, Lease, Partition, Slice
 from amdvgpud.node import NodeView
 
 
@@ -104,6 +106,26 @@ def numa_node_of(partition: Partition) -> int | None:
     """For the kubelet, which takes a negative node for a request to place on a node that no machine has."""
     node = partition.numa_node
     return node if node is not None and node >= 0 else None
+
+
+# ------------------------------------------------------------------------------------------------------- patience
+
+PATIENCE_S: Final = 10
+"""How long a call of the kubelet waits for a whole GPU to be clean. It admits no other pod meanwhile; guessed."""
+
+
+async def patiently(grant: Callable[[], Awaitable[Lease]], pause: Callable[[float], Awaitable[None]]) -> Lease:
+    """``grant()``, once a second while a former user's rest is on the GPU: the kubelet asks once, and then the pod has
+    failed. ``Lingering`` after :data:`PATIENCE_S`. Nothing is held between two tries.
+    """
+    for second in itertools.count():
+        try:
+            return await grant()
+        except Lingering:
+            if second >= PATIENCE_S:
+                raise
+        await pause(1)
+    raise AssertionError("counts for ever")
 
 
 # -------------------------------------------------------------------------------------------------------- grants

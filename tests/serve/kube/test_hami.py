@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from amdvgpud.core import hami, plan
-from amdvgpud.core.errors import AmdvgpuError, Conflict, HostFailure, Invalid, NoRoom, NotFound
+from amdvgpud.core.errors import AmdvgpuError, Conflict, HostFailure, Invalid, Lingering, NoRoom, NotFound
 from amdvgpud.core.health import Condition, Health
 from amdvgpud.core.model import Compute, ComputePolicy, GpuId, Inventory, Priority, Request, Slice, SliceName
 from amdvgpud.serve.kube.hami import GATE_IN_HAMI, HEARTBEAT_S, HamiSettings, withdraw
@@ -507,9 +507,83 @@ async def test_a_call_that_is_cancelled_while_its_slice_is_made_is_undone(
     assert (stage.slices(), stage.locked(), stage.notes("a")[hami.BIND_PHASE]) == ({}, None, hami.FAILED)
 
 
+class Dirty:
+    """A former user's 4 GiB, on all GPUs, for so many looks; and the pauses between these, which end when they may."""
+
+    def __init__(self, stage: Stage, monkeypatch: pytest.MonkeyPatch, looks: int) -> None:
+        self.looks = looks
+        self.paused: list[float] = []
+        self.reached, self.go_on = asyncio.Event(), asyncio.Event()
+        monkeypatch.setattr(stage.node._leftovers, "on", self._on)
+        monkeypatch.setattr(stage.side.resource, "_pause", self._pause)
+
+    def _on(self, *_: object) -> str | None:
+        self.looks -= 1
+        return "a former user's 4 GiB" if self.looks >= 0 else None
+
+    async def _pause(self, seconds: float) -> None:
+        self.paused.append(seconds)
+        self.reached.set()
+        await self.go_on.wait()
+
+
+async def test_a_whole_gpu_that_is_not_clean_yet_is_waited_for_and_nobody_else_has_to(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dirty = Dirty(stage, monkeypatch, looks=3)
+    pod = stage.pod("a", allocation=f"{WHOLE};")
+    call = asyncio.create_task(stage.side.resource.allocate([f"{GPU}#0"]))
+    await asyncio.wait_for(dirty.reached.wait(), 10)
+    # The registration and its look at stuck locks, and what others ask of the node.
+    await stage.side.keep()
+    await stage.node.put_slice(Request(SliceName("alice"), Compute(cu_count=8), 1 << 30, on=(OTHER,)))
+    assert (stage.locked() is not None, stage.notes("a")[hami.BIND_PHASE]) == (True, hami.ALLOCATING)
+    dirty.go_on.set()
+    await call
+    assert dirty.paused == [1, 1, 1]
+    assert set(stage.slices()) == {slice_of(pod), "alice"}
+    assert (stage.locked(), stage.notes("a")[hami.BIND_PHASE]) == (None, hami.SUCCESS)
+
+
+async def test_a_whole_gpu_that_does_not_get_clean_is_refused_and_the_next_pod_may_come(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dirty = Dirty(stage, monkeypatch, looks=11)
+    dirty.go_on.set()
+    stage.pod("a", allocation=f"{WHOLE};")
+    with pytest.raises(Lingering, match="a former user's 4 GiB"):
+        await stage.side.resource.allocate([f"{GPU}#0"])
+    assert dirty.paused == [1] * 10
+    assert (stage.slices(), stage.locked(), stage.notes("a")[hami.BIND_PHASE]) == ({}, None, hami.FAILED)
+    stage.pod("b", allocation=f"{WHOLE};")
+    await stage.side.resource.allocate([f"{GPU}#0"])
+    assert stage.notes("b")[hami.BIND_PHASE] == hami.SUCCESS
+
+
+async def test_a_call_that_is_cancelled_while_it_waits_for_a_clean_gpu_is_undone(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dirty = Dirty(stage, monkeypatch, looks=99)
+    stage.pod("a", allocation=f"{WHOLE};")
+    await _cancelled(stage, dirty.reached)
+    assert (stage.slices(), stage.locked(), stage.notes("a")[hami.BIND_PHASE]) == ({}, None, hami.FAILED)
+
+
+async def test_what_an_ended_pod_has_left_is_waited_for_too(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage.pod("a", allocation=f"{WHOLE};")
+    await stage.side.resource.allocate([f"{GPU}#0"])
+    stage.api.change_pod("default", "a", {"status": {"phase": "Succeeded"}})
+    stage.watch.pods = {pod.metadata.uid: pod for pod in await stage.client.list_pods(HERE)}
+    dirty = Dirty(stage, monkeypatch, looks=2)
+    dirty.go_on.set()
+    pod = stage.pod("b", allocation=f"{WHOLE};")
+    await stage.side.resource.allocate([f"{GPU}#0"])
+    assert (dirty.paused, set(stage.slices())) == ([1, 1], {slice_of(pod)})
+
+
 async def _cancelled(stage: Stage, reached: asyncio.Event) -> None:
     call = asyncio.create_task(stage.side.resource.allocate([f"{GPU}#0"]))
-    await reached.wait()
+    await asyncio.wait_for(reached.wait(), 10)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -312,6 +313,31 @@ async def test_a_whole_gpu_that_is_not_clean_yet_is_waited_for_a_little(
     with pytest.raises(Lingering, match="a former user's 4 GiB"):
         await whole.allocate([device])
     assert (len(waited), held(desk)) == (13, {})
+
+
+async def test_a_slice_that_is_cut_already_is_not_kept_waiting_by_a_gpu_that_is_not_clean(
+    desk: Desk, leases: KubeletLeases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quarter = SliceProfile("25c-48g", Compute(percent=25), 48 * GIB, 1)
+    await Profiles(desk.node, [quarter]).cut()
+    waits, clean = asyncio.Event(), asyncio.Event()
+
+    async def sleep(_: float) -> None:
+        waits.set()
+        await clean.wait()
+
+    monkeypatch.setattr(leases, "_sleep", sleep)
+    monkeypatch.setattr(desk.node._leftovers, "on", lambda *_: None if clean.is_set() else "a former user's 4 GiB")
+    free = desk.sysfs.inventory.gpus[1].id
+    whole = asyncio.create_task(
+        WholeResource("amd.com/gpu", desk.node, leases, by_name, "single").allocate([f"{free}-0"])
+    )
+    await asyncio.wait_for(waits.wait(), 10)
+    async with asyncio.timeout(10):
+        await ProfileResource(quarter, desk.node, leases, by_name).allocate(["25c-48g-0"])
+    assert set(held(desk)) == {"25c-48g-0"}
+    clean.set()
+    await whole
 
 
 async def test_leases_of_others_are_no_business_of_the_kubelet(
