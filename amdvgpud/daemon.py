@@ -27,6 +27,7 @@ from amdvgpud.guard import Guard
 from amdvgpud.host.pidfd import ProcessEnder, SlotOwners
 from amdvgpud.host.systemd import Supervisor, claim_machine
 from amdvgpud.host.udev import DriverWord, UeventWatch
+from amdvgpud.serve.kube.profiles import Profiles
 from amdvgpud.serve.rest import Api
 from amdvgpud.settings import SETTINGS, Settings, shown
 
@@ -82,6 +83,8 @@ class Daemon:
         await self._parts.containers.start()
         if self._kubelet is not None:
             await self._kubelet.start()
+        else:
+            await Profiles(node, ()).cut()  # what was cut for a kubelet goes, where none is served any more
         api = self._api()
         # What the start has made lives as long as the daemon. The collector would walk it again and again in the midst
         # of requests, tens of milliseconds at a time.

@@ -245,15 +245,16 @@ class Node:
         request: Request,
         *,
         owner_uid: int = 0,
+        profile: str = "",
         if_revision: int | None = None,
         create_only: bool = False,
     ) -> tuple[Slice, bool]:
         """Create the slice, or replace it if it differs (``Conflict`` while it runs or is held); true if it is new.
 
         Asking again for what is there already changes nothing. ``if_revision``: ``Stale`` unless the slice is there at
-        just that revision. ``create_only``: ``Stale`` if it is there at all.
+        just that revision. ``create_only``: ``Stale`` if it is there at all. ``profile``: what it is cut for.
         """
-        return await self._change(self._put_slice(request, owner_uid, if_revision, create_only))
+        return await self._change(self._put_slice(request, owner_uid, profile, if_revision, create_only))
 
     async def resize_slice(self, name: SliceName, vram_bytes: int, *, if_revision: int | None = None) -> Slice:
         """A new VRAM quota on each GPU of the slice, running or not: more at once, less as memory is freed."""
@@ -372,7 +373,7 @@ class Node:
         return await asyncio.shield(asyncio.create_task(alone(), name="change"))
 
     async def _put_slice(
-        self, request: Request, owner_uid: int, if_revision: int | None, create_only: bool
+        self, request: Request, owner_uid: int, profile: str, if_revision: int | None, create_only: bool
     ) -> tuple[Slice, bool]:
         request = self._canonical(request)
         there = self._book.slices.get(request.name)
@@ -385,7 +386,7 @@ class Node:
             if same and request.name not in self._lost:
                 return there, False
             await self._refuse_if_used(there, "replaced")
-        item = self._placed(request, owner_uid, await self._place_on_clean(request))
+        item = replace(self._placed(request, owner_uid, await self._place_on_clean(request)), profile=profile)
         await self._become(self._book.with_slice(item), rewrite=True)
         verb = "created" if there is None else "replaced"
         self.tell(f"slice.{verb}", item.name, f"{verb} on {', '.join(s.partition for s in item.shares)}")

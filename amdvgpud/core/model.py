@@ -353,6 +353,8 @@ class Slice:
     """The Book's revision that last changed this slice; its ETag."""
     owner_uid: int = 0
     """Who may pass through the slice's directory on the host (a rootless runtime must)."""
+    profile: str = ""
+    """The profile of the configuration that it was cut for, and goes with; empty: somebody has asked for it."""
 
 
 @dataclass(frozen=True, slots=True)

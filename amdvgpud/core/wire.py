@@ -328,6 +328,9 @@ class SliceView(Struct, kw_only=True):
         Meta(description="a process of the slice has used the ledger: its gate was loaded. False says nothing yet"),
     ] = False
     owner_uid: int = 0
+    profile: Annotated[
+        str, Meta(description="the profile of the configuration that it was cut for, and goes with; empty: none")
+    ] = ""
     cdi_device: str | None
     compute: str
     policy: Policy

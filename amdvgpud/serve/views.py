@@ -282,6 +282,7 @@ def _slice_view(
         enforced_by=enforced_by(item, view.inventory, containers),
         gate_seen=bool(usage.processes) or any(gpu.allocations or gpu.peak_bytes for gpu in usage.gpus),
         owner_uid=item.owner_uid,
+        profile=item.profile,
         cdi_device=f"{cdi_kind}={item.name}" if lost is None and view.cdi.written else None,
         compute=format_compute(item.request.compute),
         policy=item.request.compute.policy.value,

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.daemons import a_daemon
+from tests.daemons import a_daemon, wait_for_api
 from tests.kubernetes.conftest import kubelet_options
 from tests.serve.kube.kubelet import Kubelet
 
@@ -61,6 +61,20 @@ async def test_a_killed_daemon_comes_back_with_the_same_slices_and_the_same_answ
         assert (plugin.healthy, await plugin.allocate(["25c-4g-2"])) == (devices, [answer])
         assert not left.exists()
     assert kubelet.registrations == [PROFILE, PROFILE]
+
+
+async def test_slices_of_profiles_go_at_the_start_of_a_daemon_that_serves_no_kubelet(
+    folder: Path, kubelet: Kubelet
+) -> None:
+    slices = folder / "run" / "slices"
+    with serving(folder, kubelet) as process:
+        await kubelet.registered(PROFILE, within_s=30)
+        assert sorted(path.name for path in slices.iterdir()) == ["25c-4g-0", "25c-4g-1", "25c-4g-2"]
+        process.terminate()
+        assert await ended(process) == 0
+    with a_daemon(folder, "--simulate=rx9070xt", stderr=subprocess.PIPE, text=True) as process:
+        await asyncio.to_thread(wait_for_api, process)
+        assert list(slices.iterdir()) == []
 
 
 async def test_without_a_kubelet_there_is_no_grpc_in_the_daemon() -> None:

@@ -56,6 +56,7 @@ async def test_a_put_creates_and_the_same_put_again_changes_nothing(desk: Any) -
         "unmanaged_processes": None,
         "gate_seen": False,
         "owner_uid": 0,
+        "profile": "",
         "containers": [],
     }
 

@@ -2,6 +2,9 @@
 
 Owns the cutting and what the kubelet sees of it. A device is a slice, and its id the slice's name, so whatever kubelet
 and daemon remember of each other over restarts agrees. Slices are kept when the daemon ends: cutting again finds them.
+
+The Book says of a slice that it was cut for a profile (``Slice.profile``). Such a slice goes when its profile does, and
+is cut anew when that changes, as soon as nobody has it. What an operator has made is never touched, whatever its name.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ import logging
 from collections.abc import Sequence
 from typing import Final
 
-from amdvgpud.core.errors import AmdvgpuError, Conflict, NoRoom, NotFound
+from amdvgpud.core.errors import AmdvgpuError, Conflict, NoRoom, NotFound, Stale
 from amdvgpud.core.model import Slice
 from amdvgpud.core.prefer import prefer
 from amdvgpud.core.profiles import MOST, SliceProfile
@@ -67,11 +70,13 @@ class ProfileResource:
 
 
 def slices_of(profile: SliceProfile, view: NodeView) -> list[Slice]:
-    """By number. What bears such a name and was asked for otherwise is somebody else's, or an earlier profile's."""
+    """By number. What bears such a name and was asked for otherwise is somebody else's, or an earlier profile's. What
+    an operator has made just so is as good as ours: to be given away, not to be deleted.
+    """
     found = {
         n: item
         for name, item in view.book.slices.items()
-        if (n := profile.number_of(name)) is not None and item.request == profile.request(n)
+        if (n := profile.number_of(name)) is not None and _is_of(profile, item)
     }
     return [found[n] for n in sorted(found)]
 
@@ -83,6 +88,8 @@ class Profiles:
         self._node = node
         self._profiles = profiles
         self._said: dict[str, str] = {}
+        self._kept: dict[str, str] = {}
+        """By profile, there or not any more: why a slice that was cut for it is kept though it is not what it wants."""
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -91,7 +98,8 @@ class Profiles:
         while True:
             await self._node.wait_event(seen, 60)
             events, seen, dropped = self._node.events_since(seen)
-            if dropped or any(event.kind.startswith(_AGAIN) for event in events):
+            # Not every end of a use is an event: a process in a slice that nobody holds ends without one.
+            if dropped or self._kept or any(event.kind.startswith(_AGAIN) for event in events):
                 await self.cut()
 
     async def cut(self) -> None:
@@ -99,14 +107,38 @@ class Profiles:
 
         Idempotent. A profile that does not fit is said once, and is no matter for the others.
         """
+        await self._clear()
         for profile in self._profiles:
             try:
                 trouble, why = await self._cut(profile)
             except AmdvgpuError as error:
                 trouble, why = str(error), ""
-            if trouble and trouble != self._said.get(profile.name):
-                log.warning("Profile %s: %s%s", profile.name, trouble, why)
-            self._said[profile.name] = trouble
+            self._say(profile.name, trouble, why)
+
+    def _say(self, profile: str, trouble: str, why: str = "") -> None:
+        if trouble and trouble != self._said.get(profile):
+            log.warning("Profile %s: %s%s", profile, trouble, why)
+        self._said[profile] = trouble
+
+    async def _clear(self) -> None:
+        """Delete what was cut for a profile that is no more, or that is another by now; what is in use stays."""
+        profiles = {profile.name: profile for profile in self._profiles}
+        kept: dict[str, str] = {}
+        for name, item in self._node.view().book.slices.items():
+            profile = profiles.get(item.profile)
+            if not item.profile or (profile is not None and _is_of(profile, item)):
+                continue
+            try:
+                await self._node.delete_slice(name)
+                log.info("%s: deleted, the profile it was cut for %s.", name, "has changed" if profile else "is gone")
+            except NotFound:
+                continue
+            except AmdvgpuError as error:
+                kept[item.profile] = str(error)
+        self._kept = kept
+        for gone in (kept.keys() | self._said.keys()) - profiles.keys():
+            in_use = "it is gone; slices that were cut for it are kept as long as they are in use"
+            self._say(gone, in_use if gone in kept else "", f": {kept.get(gone)}")
 
     async def _cut(self, profile: SliceProfile) -> tuple[str, str]:
         """What an operator should know, empty where all is as configured; and details, which change with what is free
@@ -114,34 +146,41 @@ class Profiles:
         there = slices_of(profile, self._node.view())
         wanted = profile.count or MOST
         for item in reversed(there[wanted:]):
+            if not item.profile:
+                continue
             try:
                 await self._node.delete_slice(item.name)
-            except Conflict:
+            except Conflict as error:
+                self._kept[profile.name] = str(error)
                 return (
                     f"{len(there)} slices are there, {wanted} are configured; the rest goes when it is not in use",
                     "",
                 )
-        have, n, in_the_way = len(there), 0, []
+        have, n, others = len(there), 0, []
         while have < wanted and n < MOST:
             name = profile.slice_name(n)
-            taken = self._node.view().book.slices.get(name)
-            if taken is not None and taken.request == profile.request(n):
-                n += 1
+            n += 1
+            if (taken := self._node.view().book.slices.get(name)) is not None:
+                others += [] if taken.profile or taken.request == profile.request(n - 1) else [name]
                 continue
             try:
-                await self._node.put_slice(profile.request(n))
+                await self._node.put_slice(profile.request(n - 1), profile=profile.name, create_only=True)
                 have += 1
+            except Stale:
+                continue  # somebody was faster
             except NoRoom as error:
                 if profile.count or not have:
                     return f"there is room for {have} of its slices" + f", not {wanted}" * bool(
                         profile.count
                     ), f": {error}"
                 break
-            except Conflict as error:
-                if taken is None:
-                    raise
-                in_the_way.append(str(error))
-            n += 1
-        if in_the_way:
-            return "slices of its earlier form are kept as long as they are in use", f": {in_the_way[0]}"
+        if profile.name in self._kept:
+            return "slices of its earlier form are kept as long as they are in use", f": {self._kept[profile.name]}"
+        if others:
+            return f"{', '.join(others)} was not cut for it and is left alone, so that number is left out", ""
         return "", ""
+
+
+def _is_of(profile: SliceProfile, item: Slice) -> bool:
+    n = profile.number_of(item.name)
+    return n is not None and item.request == profile.request(n)

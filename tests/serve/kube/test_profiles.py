@@ -13,7 +13,7 @@ import pytest
 
 from amdvgpud.core.errors import Conflict, HostFailure, Lingering, NoRoom, NotFound
 from amdvgpud.core.health import Condition, Health
-from amdvgpud.core.model import Compute, ComputePolicy, Holder, Request, Slice, SliceName
+from amdvgpud.core.model import Compute, ComputePolicy, Holder, Request, Slice, SliceName, Usage
 from amdvgpud.core.profiles import SliceProfile, parse_profiles
 from amdvgpud.serve.kube.leases import KubeletLeases
 from amdvgpud.serve.kube.podresources import ContainerDevices
@@ -130,6 +130,73 @@ async def test_more_than_are_configured_go_when_nobody_uses_them(
     (lease,) = desk.node.view().book.leases
     await desk.node.release_lease(lease)
     await cutting.cut()
+    assert sorted(desk.node.view().book.slices) == ["25c-48g-0"]
+
+
+async def test_slices_of_a_profile_that_is_gone_go_and_one_that_is_in_use_when_it_is_free(
+    desk: Desk, quarters: ProfileResource, caplog: pytest.LogCaptureFixture
+) -> None:
+    await quarters.allocate(["25c-48g-1"])
+    cutting = Profiles(desk.node, parse_profiles("small=5%:1GiB:1"))
+    for _ in range(2):
+        await cutting.cut()
+        assert sorted(desk.node.view().book.slices) == ["25c-48g-1", "small-0"]
+    await desk.node.release_lease(*desk.node.view().book.leases)
+    desk.files.run_a_process_in(SliceName("25c-48g-1"))
+    await cutting.cut()
+    assert sorted(desk.node.view().book.slices) == ["25c-48g-1", "small-0"]
+    desk.files.usages[SliceName("25c-48g-1")] = Usage(SliceName("25c-48g-1"))
+    await cutting.cut()
+    assert sorted(desk.node.view().book.slices) == ["small-0"]
+    (said,) = (r.getMessage() for r in caplog.records if r.levelname == "WARNING")
+    assert said.startswith("Profile 25c-48g: it is gone; slices that were cut for it are kept as long as they are in")
+
+
+async def test_a_slice_in_which_a_process_ends_goes_although_no_event_says_so(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await Profiles(desk.node, [QUARTER]).cut()
+    for n in range(3):
+        desk.files.run_a_process_in(SliceName(f"25c-48g-{n}"))
+    looked, asked = asyncio.Event(), asyncio.Event()
+
+    async def wait_event(since: int, timeout_s: float) -> None:
+        looked.set()
+        await asked.wait()
+        asked.clear()
+
+    monkeypatch.setattr(desk.node, "wait_event", wait_event)
+    running = asyncio.create_task(Profiles(desk.node, []).run())
+    await asyncio.wait_for(looked.wait(), 10)
+    desk.files.usages = {name: Usage(name) for name in desk.files.usages}
+    looked.clear()
+    asked.set()
+    await asyncio.wait_for(looked.wait(), 10)
+    assert desk.node.view().book.slices == {}
+    running.cancel()
+
+
+async def test_what_an_operator_has_made_is_left_alone_whatever_its_name(
+    desk: Desk, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that is just as the profile wants it is given to pods; the number of any other is left out."""
+    alike, other, neither = (SliceName(name) for name in ("25c-48g-2", "25c-48g-1", "25c-48g-7"))
+    await desk.node.put_slice(QUARTER.request(2))
+    for name in (other, neither):
+        await desk.node.put_slice(Request(name, Compute(percent=5), GIB))
+    before = {name: desk.node.view().book.slices[name] for name in (alike, other, neither)}
+    await Profiles(desk.node, [QUARTER]).cut()
+    assert [item.name for item in slices_of(QUARTER, desk.node.view())] == ["25c-48g-0", "25c-48g-2", "25c-48g-3"]
+    assert caplog.messages[-1].startswith("Profile 25c-48g: 25c-48g-1 was not cut for it and is left alone")
+    for profiles in ([replace(QUARTER, count=1)], [replace(QUARTER, vram_bytes=GIB, count=1)], []):
+        await Profiles(desk.node, profiles).cut()
+        slices = desk.node.view().book.slices
+        assert {name: slices[name] for name in before} == before
+    assert slices.keys() == before.keys()
+
+
+async def test_slices_of_the_earlier_form_go_also_beyond_the_new_count(desk: Desk, quarters: ProfileResource) -> None:
+    await Profiles(desk.node, [SliceProfile("25c-48g", Compute(percent=25), 24 * GIB, 1)]).cut()
     assert sorted(desk.node.view().book.slices) == ["25c-48g-0"]
 
 
