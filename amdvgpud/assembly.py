@@ -265,6 +265,7 @@ def kubelet_of(settings: Settings, parts: Parts) -> Kubelet:
         parts.files.mountpoints,
         parts.metrics,
         gate=parts.preload[0],
+        find=parts.containers.find,
         environment=os.environ,
         read_cdi_words=read_cdi_words,
     )

@@ -61,6 +61,7 @@ class Kubelet:
         metrics: Metrics,
         *,
         gate: Path,
+        find: Callable[[], Awaitable[None]],
         environment: Mapping[str, str],
         read_cdi_words: Callable[[str, str, Path | None], CdiWords],
     ) -> None:
@@ -72,7 +73,7 @@ class Kubelet:
         self._mountpoints = mountpoints
         self._profiles = settings.kubelet_profiles if "profiles" in settings.kubelet_mode else ()
         pod_resources = PodResources(settings.kubelet_pod_resources)
-        self._leases = leases = KubeletLeases(node, pod_resources, settings.kubelet_dir)
+        self._leases = leases = KubeletLeases(node, pod_resources, settings.kubelet_dir, find=find)
         self._offers: list[Callable[[], Sequence[Resource]]] = []
         policy = settings.kubelet_preference
         if self._profiles:

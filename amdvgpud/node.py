@@ -267,6 +267,12 @@ class Node:
         """
         await self._change(self._delete_slice(name, if_revision, force))
 
+    async def refuse_if_occupied(self, name: SliceName, verb: str) -> None:
+        """``Conflict``: the slice cannot be ``verb``, because processes or containers are in it, whoever holds it.
+        ``Lingering`` where a process without a gate has its whole partition open. ``NotFound``: there is no such slice.
+        """
+        await self._refuse_if_occupied(self._slice(name), verb)
+
     # --------------------------------------------------------------------------------------------------- leases
 
     async def grant_lease(
@@ -776,6 +782,9 @@ class Node:
     async def _refuse_if_used(self, item: Slice, verb: str) -> None:
         if (lease := self._book.lease_of(item.name)) is not None:
             raise Conflict(f"slice {item.name} cannot be {verb}: lease {lease.id} ({lease.holder.text}) holds it")
+        await self._refuse_if_occupied(item, verb)
+
+    async def _refuse_if_occupied(self, item: Slice, verb: str) -> None:
         there = self._containers.get(item.name, ())
         if containers := [c for c in there if self._process_alive(Holder("", c.pid, c.start_ticks))]:
             named_ones = ", ".join(f"{c.id[:12] or '?'} (pid {c.pid})" for c in containers[:8])
@@ -810,7 +819,8 @@ class Node:
         users = await asyncio.to_thread(self._modes.users, None) if confined else ()
         inside = tuple(user for user in users if user.kfd_gpu_ids and user.kfd_gpu_ids <= own)
         if inside:
-            raise Conflict(f"slice {item.name} cannot be {verb}: its partition is open in {named(inside)}")
+            # What the KFD has of a process goes a moment after the process: ask again.
+            raise Lingering(f"slice {item.name} cannot be {verb}: its partition is open in {named(inside)}")
 
     # ------------------------------------------------------------------------------------------------- acting
 

@@ -7,9 +7,12 @@ kubelet that has just started knows no pods yet. So
 * a device that was in the list and is not any more has ended, seen twice in a row;
 * one that never was in it is kept while the kubelet's checkpoint has it for a pod whose directory is there (an init
   container, a pod that is being started), and ended otherwise once its lease is not new;
-* nothing ends while processes run in the slice, or within a minute of the kubelet's start, or while it does not answer.
+* nothing ends while somebody is in the slice, or within a minute of the kubelet's start, or while it does not answer.
 
-Late is harmless: a kubelet that hands out again what has been in its list ends the old lease by that.
+Late is harmless: a kubelet that hands out again what has been in its list ends the old lease by that. But one that has
+lost its checkpoint hands out what a container still has: it lets that run and forgets its devices. So a device that
+somebody is in is never handed out again, whoever asks, and shown as unhealthy until he is gone. The kubelet asks once a
+container, before it is made, so he is never the one that it asks for.
 """
 
 from __future__ import annotations
@@ -44,6 +47,10 @@ Granting = Callable[[Sequence[Slice]], Grant]
 _WORD: Final = "kubelet"
 
 
+async def _nothing_to_find() -> None:
+    """Where nobody looks for containers: the ledgers and the KFD have to do."""
+
+
 def holder_of(resource: str, device: str) -> Holder:
     return Holder(f"{_WORD} {resource} {device}")
 
@@ -67,14 +74,17 @@ class KubeletLeases:
         pod_resources: PodResources,
         plugins_dir: Path,
         *,
+        find: Callable[[], Awaitable[None]] = _nothing_to_find,
         now_s: Callable[[], float] = time.time,
         look_s: float = LOOK_S,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """``plugins_dir``: the kubelet's directory of device plugins, which has the checkpoint too."""
+        """``plugins_dir``: the kubelet's directory of device plugins, which has the checkpoint too. ``find`` makes the
+        Node know the containers that have slices, also those that no hook tells of."""
         self._node = node
         self._pod_resources = pod_resources
         self._plugins_dir = plugins_dir
+        self._find = find
         self._now_s = now_s
         self._look_s = look_s
         self._sleep = sleep
@@ -82,6 +92,13 @@ class KubeletLeases:
         """Of grants of one resource, so that the second of two calls for one device finds what the first has taken."""
         self._seen: set[LeaseId] = set()
         self._missing: Counter[LeaseId] = Counter()
+        self._contested: set[LeaseId] = set()
+        """Whose devices the kubelet has asked for while somebody was in them."""
+
+    def contested(self, view: NodeView, name: SliceName) -> bool:
+        """Whether the kubelet takes ``name`` for free and it is not. No I/O."""
+        lease = view.book.lease_of(name)
+        return lease is not None and lease.id in self._contested
 
     async def grant(
         self, resource: str, wanted: Sequence[tuple[str, SliceName | Request]], granting: Granting
@@ -89,7 +106,7 @@ class KubeletLeases:
         """What a container gets for the devices of ``wanted``: each is a slice that is there, or one to be made.
 
         Asked again for what the kubelet holds already, the same, and nothing more is taken. ``Conflict`` where somebody
-        else holds a slice or it is lost; else as :meth:`Node.grant_lease`. What fails has taken nothing.
+        else holds a slice or is in it, or it is lost; else as :meth:`Node.grant_lease`. What fails has taken nothing.
         """
         async with self._one_at_a_time[resource]:
             return await self._grant(resource, wanted, granting)
@@ -102,6 +119,8 @@ class KubeletLeases:
             for device, what in wanted:
                 name = what.name if isinstance(what, Request) else what
                 there = self._node.view().book.lease_of(name)
+                if there is not None and device_of(there.holder) is not None:
+                    await self._refuse_if_occupied(there)
                 if there is not None and there.id in self._seen:
                     # The kubelet asks for what it has given to a container already: that one is no more, and we have
                     # not looked since. The next one gets it as if new, so that a whole GPU is looked over first.
@@ -119,6 +138,17 @@ class KubeletLeases:
         except BaseException:
             for lease in new:
                 await self._end(lease, "the call that asked for it failed")
+            raise
+
+    async def _refuse_if_occupied(self, lease: Lease) -> None:
+        """``Conflict``, and the device is offered to nobody as long as somebody is in it."""
+        verb = "given to another container, as the kubelet asks"
+        try:
+            await self._find()
+            await patiently(lambda: self._node.refuse_if_occupied(lease.slice, verb), self._sleep)
+        except Conflict as error:
+            self._contested.add(lease.id)
+            self._node.tell("device.contested", lease.slice, str(error))
             raise
 
     async def _lease(self, holder: Holder, what: SliceName | Request) -> Lease:
@@ -142,6 +172,7 @@ class KubeletLeases:
             if (where := device_of(lease.holder)) is not None
         }
         self._seen &= ours.keys()
+        self._contested &= ours.keys()
         for gone in self._missing.keys() - ours.keys():
             del self._missing[gone]
         if not ours or self._now_s() - await self._pod_resources.since_s() < STARTING_S:
@@ -154,7 +185,7 @@ class KubeletLeases:
                 self._missing.pop(lease.id, None)
             elif self._over(lease, where, remembered):
                 self._missing[lease.id] += 1
-                if self._missing[lease.id] >= LOOKS:
+                if self._missing[lease.id] >= LOOKS and not await self._is_occupied(lease):
                     await self._end(lease, "its container is no more")
             else:
                 self._missing.pop(lease.id, None)
@@ -168,6 +199,16 @@ class KubeletLeases:
         if lease.id in self._seen:
             return True
         return where not in remembered and self._now_s() - lease.created_s > NEW_S
+
+    async def _is_occupied(self, lease: Lease) -> bool:
+        """By what no ledger knows of: a container that has not used its GPU yet, a whole GPU that is open."""
+        await self._find()
+        try:
+            await self._node.refuse_if_occupied(lease.slice, "freed")
+        except Conflict as error:
+            log.debug("%s: the kubelet knows of no container, and it is kept: %s", lease.id, error)
+            return True
+        return False
 
     def _remembered(self) -> Mapping[tuple[str, str], CheckpointEntry]:
         """Of the checkpoint, what belongs to pods that the kubelet still has a directory of."""

@@ -51,6 +51,7 @@ class ProfileResource:
         healthy = (
             item.name not in view.lost
             and not held_by_others(view, item.name)
+            and not self._leases.contested(view, item.name)
             and all(partition is not None and fit(view, partition.gpu) for partition in partitions)
         )
         return Device(item.name, healthy, None if partitions[0] is None else numa_node_of(partitions[0]))

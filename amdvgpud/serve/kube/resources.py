@@ -10,11 +10,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 from amdvgpud.core.errors import Lingering
-from amdvgpud.core.model import GpuId, Lease, Partition, Slice
+from amdvgpud.core.model import GpuId, Partition, Slice
 from amdvgpud.node import NodeView
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,13 +116,13 @@ PATIENCE_S: Final = 10
 """How long a call of the kubelet waits for a whole GPU to be clean. It admits no other pod meanwhile; guessed."""
 
 
-async def patiently(grant: Callable[[], Awaitable[Lease]], pause: Callable[[float], Awaitable[None]]) -> Lease:
-    """``grant()``, once a second while a former user's rest is on the GPU: the kubelet asks once, and then the pod has
+async def patiently(ask: Callable[[], Awaitable[_T]], pause: Callable[[float], Awaitable[None]]) -> _T:
+    """``ask()``, once a second while a former user's rest is on the GPU: the kubelet asks once, and then the pod has
     failed. ``Lingering`` after :data:`PATIENCE_S`. Nothing is held between two tries.
     """
     for second in itertools.count():
         try:
-            return await grant()
+            return await ask()
         except Lingering:
             if second >= PATIENCE_S:
                 raise

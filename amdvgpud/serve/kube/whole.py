@@ -69,7 +69,10 @@ class WholeResource:
 
     def devices(self, view: NodeView) -> Sequence[Device]:
         promised = {
-            share.partition for item in view.book.slices.values() if not _ours(view, item) for share in item.shares
+            share.partition
+            for item in view.book.slices.values()
+            if not _ours(view, item) or self._leases.contested(view, item.name)
+            for share in item.shares
         }
         return [
             Device(device, fit(view, place.gpu) and place.id not in promised, numa_node_of(place))

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from amdvgpud.core.containers import Container
 from amdvgpud.core.errors import Conflict, HostFailure, Lingering, NoRoom, NotFound
 from amdvgpud.core.health import Condition, Health
 from amdvgpud.core.model import Compute, ComputePolicy, Holder, Request, Slice, SliceName, Usage
 from amdvgpud.core.profiles import SliceProfile, parse_profiles
+from amdvgpud.ports import KfdUser
+from amdvgpud.serve.endpoints import Process
 from amdvgpud.serve.kube.leases import KubeletLeases
 from amdvgpud.serve.kube.podresources import ContainerDevices
 from amdvgpud.serve.kube.profiles import ProfileResource, Profiles, slices_of
@@ -236,7 +239,8 @@ async def test_only_a_numa_node_that_there_is_is_told(
     desk.sysfs.inventory = replace(desk.sysfs.inventory, gpus=gpus, generation_id=2)
     await desk.node.rescan()
     await Profiles(desk.node, [QUARTER]).cut()
-    resource = ProfileResource(QUARTER, desk.node, None, by_name)  # type: ignore[arg-type]
+    leases = KubeletLeases(desk.node, Said(), run_dir)  # type: ignore[arg-type]
+    resource = ProfileResource(QUARTER, desk.node, leases, by_name)
     assert {device.numa_node for device in resource.devices(desk.node.view())} == {told}
 
 
@@ -352,6 +356,75 @@ async def test_a_device_that_is_given_to_the_next_container_before_we_looked_has
     said.runs("")
     await looks(desk, leases, 3)
     assert set(held(desk)) == {"25c-48g-0"}  # its own container is being started
+
+
+def in_it(desk: Desk, name: str, how: str) -> Callable[[], Awaitable[None]]:
+    """Somebody is in the slice; what is returned, a look for containers, makes the node know."""
+    if how == "process":
+        desk.files.run_a_process_in(SliceName(name))
+    desk.processes[77] = Process(1, 500)
+
+    async def find() -> None:
+        there = Container(SliceName(name), "c0ffee", 77, 500, None, "uid", 0, reported=False)
+        await desk.node.set_containers({SliceName(name): (there,)} if how == "container" and desk.processes else {})
+
+    return find
+
+
+@pytest.mark.parametrize("how", ["process", "container"])
+@pytest.mark.parametrize("restarted", [False, True], ids=["", "after a restart of the daemon"])
+async def test_a_device_that_somebody_is_in_is_not_given_again_and_offered_to_nobody_until_he_is_gone(
+    desk: Desk, leases: KubeletLeases, said: Said, quarters: ProfileResource, how: str, restarted: bool
+) -> None:
+    """A kubelet that has lost its checkpoint lets its containers run and takes their devices for free."""
+    await quarters.allocate(["25c-48g-0"])
+    said.runs(quarters.name, "25c-48g-0")
+    await looks(desk, leases, 1)
+    said.runs(quarters.name)
+    if restarted:
+        leases = KubeletLeases(desk.node, said, leases._plugins_dir, now_s=lambda: desk.now_s)  # type: ignore[arg-type]
+        quarters = ProfileResource(QUARTER, desk.node, leases, by_name)
+    leases._find = in_it(desk, "25c-48g-0", how)
+    lease, seen = desk.node.view().book.leases, desk.node.events_since(0)[1]
+    with pytest.raises(Conflict, match=f"25c-48g-0 cannot be given to another container, as the kubelet asks: .*{how}"):
+        await quarters.allocate(["25c-48g-0"])
+    assert desk.node.view().book.leases == lease
+    assert states(quarters, desk) == {"25c-48g-0": False, "25c-48g-1": True, "25c-48g-2": True}
+    assert [event.kind for event in desk.node.events_since(seen)[0]][-1] == "device.contested"  # the kubelet is told
+    await looks(desk, leases, 5)
+    assert desk.node.view().book.leases == lease
+    desk.files.usages[SliceName("25c-48g-0")] = Usage(SliceName("25c-48g-0"))
+    desk.processes.clear()
+    await desk.node.tick()
+    await looks(desk, leases, 6)
+    assert held(desk) == {}
+    assert all(states(quarters, desk).values())
+    await quarters.allocate(["25c-48g-0"])
+
+
+async def test_a_whole_gpu_that_is_open_is_neither_given_again_nor_freed(
+    desk: Desk, leases: KubeletLeases, said: Said, whole: WholeResource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (f"{gpu.id}-0" for gpu in desk.sysfs.inventory.gpus)
+    await whole.allocate([first])
+    own = frozenset({desk.sysfs.inventory.gpus[0].partitions[0].kfd_gpu_id})
+    users: list[tuple[KfdUser, ...]] = [(KfdUser(88, "vllm", own),)]
+    waited: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        waited.append(seconds)
+
+    monkeypatch.setattr(desk.node._modes, "users", lambda gpu: users[0])
+    monkeypatch.setattr(leases, "_sleep", sleep)
+    with pytest.raises(Conflict, match=r"its partition is open in 88 \(vllm\)$"):
+        await whole.allocate([first])
+    assert (len(waited), states(whole, desk)) == (10, {first: False, second: True})
+    await looks(desk, leases, 20)
+    assert set(held(desk)) == {f"whole-{first.lower()}"}
+    users[0] = ()
+    await looks(desk, leases, 1)
+    assert held(desk) == {}
+    assert states(whole, desk) == {first: True, second: True}
 
 
 async def test_a_whole_gpu_that_is_not_clean_yet_is_waited_for_a_little(
