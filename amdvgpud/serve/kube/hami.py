@@ -5,8 +5,8 @@ node lock and bind phase on every way out of that. Placement is the Node's, the 
 pods that end are :mod:`amdvgpud.serve.kube.pods`'s.
 
 A call of the kubelet names devices and no pod. The scheduler binds one pod at a time and writes its name into the node
-lock, so the pod that the lock names is the one; only without a lock are the pods searched, and then what they carry may
-have been written by anybody. Either way the Book decides what is free, never a pod's text.
+lock, so the pod that the lock names is the one, if the call can be for it; else the pods are searched, and then what
+they carry may have been written by anybody. Either way the Book decides what is free, never a pod's text.
 """
 
 from __future__ import annotations
@@ -383,40 +383,74 @@ class HamiResource:
         async with self._turn:
             cluster = await self._api.get_node(self._settings.cluster_node)
             pod, again = await self._meant(cluster, ids)
-            if again is not None:
+            done: list[SliceName] = []
+            try:
+                if again is None:
+                    return await self._serve(cluster, pod, ids, done)
                 grant = await self._answer(pod, again)
                 await self._bound(cluster, pod)
                 return grant
-            done: list[SliceName] = []
-            try:
-                return await self._serve(cluster, pod, ids, done)
             except BaseException:
-                await self._fail(pod, done)
+                if again is None or pod.status.phase == "Pending":
+                    await self._fail(pod, done)
                 raise
 
     # ------------------------------------------------------------------------------------- which pod is meant
 
     async def _meant(self, cluster: ClusterNode, ids: frozenset[str]) -> tuple[Pod, int | None]:
-        """The pod, and which of its containers was served for ``ids`` already (None: none, so the next is meant)."""
-        text = cluster.annotations.get(hami.LOCK)
-        lock = None if text is None else hami.parse_lock(text)
-        if lock is not None and lock.namespace is not None and lock.pod is not None:
-            try:
-                pod = await self._api.get_pod(lock.namespace, lock.pod)
-            except NotFound:
-                await self._lock.release(lock.namespace, lock.pod, exactly=text, seen=cluster)
-            else:
-                return pod, self._served(pod, ids)
+        """The pod, and which of its containers was served for ``ids`` already (None: none, so the next is meant).
+
+        The pod that the lock names, unless the call cannot be for it: the scheduler locks before it binds, and takes no
+        lock for a pod of which only init containers ask for GPUs, nor is one taken for a pod that came past its
+        webhook. What speaks against the lock's pod must not be what a pod's owner can write: one that hides its own
+        turn would get another's. So it is this node's word, the pod's spec and the Book.
+
+        That leaves one case: a pod without a lock whose call comes while the lock's pod waits here too, for as many
+        GPUs. Nothing tells the two calls apart, and the lock's pod is taken.
+        """
+        named = await self._named(cluster)
+        if named is not None and (again := self._served(named, ids)) is not None:
+            return named, again
+        if named is not None and self._may_ask(named, len(ids)):
+            return named, None
         pods = {pod.metadata.uid: pod for pod in await self._api.list_pods(self._settings.cluster_node)}
         for pod in pods.values():
-            if not pod.ended and (again := self._served(pod, ids)) is not None:
+            # The kubelet asks again only for what has not run. A pod that runs could list the devices of others, and
+            # would have them sent into its own slice.
+            fresh = pod.status.phase == "Pending" and not pod.begun
+            if fresh and (again := self._served(pod, ids)) is not None:
                 return pod, again
         for pod in waiting_of(pods, self._settings.cluster_node):
-            turn = _turn(pod)
-            if turn is not None and turn.container is not None and _is_plausible(turn, ids):
-                log.warning("No node lock names a pod; %s waits, and is taken for the one.", pod)
+            if _is_plausible(pod, len(ids)):
+                log.warning("The node lock names no pod that this can be for; %s waits, and is taken for the one.", pod)
                 return pod, None
         raise NotFound(f"no binding pod found on node {self._settings.cluster_node}")
+
+    async def _named(self, cluster: ClusterNode) -> Pod | None:
+        """The pod that the lock names, if it was sent here and is bound already. What else it names is left alone; a
+        lock of a pod that is gone is released."""
+        text = cluster.annotations.get(hami.LOCK)
+        lock = None if text is None else hami.parse_lock(text)
+        if lock is None or lock.namespace is None or lock.pod is None:
+            return None
+        try:
+            pod = await self._api.get_pod(lock.namespace, lock.pod)
+        except NotFound:
+            await self._lock.release(lock.namespace, lock.pod, exactly=text, seen=cluster)
+            return None
+        here = self._settings.cluster_node
+        return pod if pod.spec.node_name == pod.annotations.get(hami.ASSIGNED_NODE) == here else None
+
+    def _may_ask(self, pod: Pod, count: int) -> bool:
+        """Whether the kubelet can be asking for ``count`` devices for a container of ``pod`` that was not served yet.
+        One that is past it keeps its lock where that could not be released."""
+        slices = self._node.view().book.slices
+        left = [
+            container
+            for ordinal, container in enumerate(asking(pod))
+            if not slices_of(slices, pod.metadata.uid, ordinal)
+        ]
+        return not pod.begun and any(container.limit(hami.COUNT_RESOURCE) == count for container in left)
 
     def _served(self, pod: Pod, ids: frozenset[str]) -> int | None:
         """The container that has ``ids`` and its slices; None where another of the pod waits for them.
@@ -437,10 +471,6 @@ class HamiResource:
 
     async def _serve(self, cluster: ClusterNode, pod: Pod, ids: frozenset[str], done: list[SliceName]) -> Grant:
         """``done`` tells the caller what there may be to undo."""
-        here = self._settings.cluster_node
-        for where in (pod.annotations.get(hami.ASSIGNED_NODE, ""), pod.spec.node_name):
-            if where != here:
-                raise Invalid(f"{pod} was assigned to node {where!r}, and this is {here!r}")
         turn = _turn(pod)
         if turn is None:
             raise Conflict(f"{pod}: none of its containers waits for a GPU")
@@ -548,7 +578,7 @@ class HamiResource:
         the API does not take now, :meth:`NodeLock.release_if_stuck` or the scheduler does later.
         """
         uid = pod.metadata.uid
-        if pod.status.phase == "Pending":
+        if pod.status.phase == "Pending" and not pod.begun:
             others = [name for name in self._node.view().book.slices if hami.pod_uid(name) == uid]
             done = list(dict.fromkeys([*done, *others]))
         for name in done:
@@ -608,11 +638,18 @@ def _turn(pod: Pod) -> _Turn | None:
     return _Turn(pod, waiting[0], ordinal, waiting[1], _container(pod, ordinal))
 
 
-def _is_plausible(turn: _Turn, ids: frozenset[str]) -> bool:
-    """Whether the pod's text can be the scheduler's, where no lock says so: it fits the pod's own request and the call,
-    and what waits is the end of what was allocated."""
-    notes = turn.pod.annotations
-    waiting = [grants for grants in hami.parse_allocation(notes[hami.WAITING]) if grants]
-    allocated = [grants for grants in hami.parse_allocation(notes.get(hami.ALLOCATED, "")) if grants]
-    asked = turn.container.limit(hami.COUNT_RESOURCE) if turn.container else None
-    return asked == len(turn.grants) == len(ids) and allocated[turn.ordinal :] == waiting
+def _is_plausible(pod: Pod, count: int) -> bool:
+    """Whether the text of a pod that no lock names can be the scheduler's: it fits the pod's own request, and that the
+    ``count`` of the call, and what waits is the end of what was allocated."""
+    try:
+        turn = _turn(pod)
+        waiting, allocated = (
+            [grants for grants in hami.parse_allocation(pod.annotations.get(key, "")) if grants]
+            for key in (hami.WAITING, hami.ALLOCATED)
+        )
+    except Invalid:
+        return False
+    if turn is None or turn.container is None:
+        return False
+    asked = turn.container.limit(hami.COUNT_RESOURCE)
+    return asked == len(turn.grants) == count and allocated[turn.ordinal :] == waiting

@@ -43,6 +43,8 @@ class Stage:
     held: set[tuple[str, str]] = field(default_factory=set)
     """Pods that the kubelet says have devices."""
     uids: int = 0
+    disk_fails: Exception | None = None
+    """What happens when it is written down what slices are for a container."""
 
     @classmethod
     async def of(cls, *gpus: int, settings: HamiSettings | None = None, journal: MemoryJournal | None = None) -> Stage:
@@ -77,9 +79,14 @@ class Stage:
         async def held() -> frozenset[tuple[str, str]]:
             return frozenset(stage.held)
 
+        def delivered(slices: Sequence[Slice]) -> Grant:
+            if stage.disk_fails is not None:
+                raise stage.disk_fails
+            return deliver(slices)
+
         watch = PodWatch(node, client, HERE, held=held, now_s=lambda: stage.now_s)
         side = HamiSide(
-            node, client, settings, watch, deliver, now_s=lambda: stage.now_s, pause=_at_once, jitter=lambda: 0.0
+            node, client, settings, watch, delivered, now_s=lambda: stage.now_s, pause=_at_once, jitter=lambda: 0.0
         )
         stage = cls(api, client, sysfs, node, files, journal, watch, side)
         await node.start()

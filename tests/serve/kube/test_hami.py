@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -254,6 +255,7 @@ async def test_without_a_lock_the_oldest_binding_that_fits_the_call_is_served(st
         {hami.BIND_PHASE: hami.SUCCESS},
         {hami.ASSIGNED_NODE: "n2"},
         {hami.ALLOCATED: f"{HALF};"},
+        {hami.ALLOCATED: "nonsense"},
         {hami.WAITING: "nonsense"},
         {hami.WAITING: f"{QUARTER}{HALF};", hami.ALLOCATED: f"{QUARTER}{HALF};"},
     ],
@@ -280,6 +282,106 @@ async def test_a_lock_of_the_old_form_names_nobody_and_is_left_alone(stage: Stag
     stage.api.change_node(HERE, {"metadata": {"annotations": {hami.LOCK: text}}})
     await stage.side.resource.allocate([f"{GPU}#0"])
     assert (stage.locked(), stage.notes("a")[hami.BIND_PHASE]) == (text, hami.SUCCESS)
+
+
+@pytest.mark.parametrize(
+    "away",
+    [
+        {"spec": {"nodeName": None}},
+        {"spec": {"nodeName": "n2"}},
+        {"metadata": {"annotations": {hami.ASSIGNED_NODE: "n2"}}},
+    ],
+    ids=["not bound yet", "bound elsewhere", "sent elsewhere"],
+)
+async def test_a_call_before_the_locks_pod_is_bound_here_is_for_another_and_does_it_no_harm(
+    stage: Stage, away: dict[str, object]
+) -> None:
+    stage.pod("locked", allocation=f"{QUARTER};")
+    stage.api.change_pod("default", "locked", away)
+    with pytest.raises(NotFound, match="no binding pod found on node n1"):
+        await stage.side.resource.allocate([f"{OTHER}#0"])
+    for allocation, error in ((f"{OTHER},T,1,999:;", Invalid), (f"{HALF};", None)):
+        # Only its init container asks for GPUs, so the scheduler took no lock for it.
+        other = stage.scheduled(
+            f"init-{stage.uids}", a_container("main", 0), init=[a_container("setup")], allocation=allocation
+        )
+        if error is None:
+            await stage.side.resource.allocate([f"{OTHER}#0"])
+            assert set(stage.slices()) == {slice_of(other)}
+        else:
+            with pytest.raises(error):
+                await stage.side.resource.allocate([f"{OTHER}#0"])
+            assert stage.notes(other["metadata"]["name"])[hami.BIND_PHASE] == hami.FAILED
+        assert (stage.locked() or "").endswith(",default,locked")
+        assert stage.notes("locked")[hami.BIND_PHASE] == hami.ALLOCATING
+    here = {"spec": {"nodeName": HERE}, "metadata": {"annotations": {hami.ASSIGNED_NODE: HERE}}}
+    locked = stage.api.change_pod("default", "locked", here)
+    await stage.side.resource.allocate([f"{GPU}#0"])
+    assert stage.slices()[slice_of(locked)] == [(f"{GPU}/0", 16384, 72)]
+    assert stage.locked() is None
+
+
+async def test_a_call_for_another_number_of_gpus_is_not_for_the_locks_pod(stage: Stage) -> None:
+    stage.pod("two", a_container("main", 2), allocation=f"{QUARTER}{HALF};")
+    with pytest.raises(NotFound):
+        await stage.side.resource.allocate([f"{OTHER}#0"])
+    one = stage.scheduled("one", allocation=f"{HALF};")
+    await stage.side.resource.allocate([f"{OTHER}#0"])
+    assert set(stage.slices()) == {slice_of(one)}
+    assert stage.notes("two")[hami.BIND_PHASE] == hami.ALLOCATING
+    await stage.side.resource.allocate([f"{GPU}#0", f"{OTHER}#1"])
+    assert stage.notes("two")[hami.BIND_PHASE] == hami.SUCCESS
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {hami.WAITING: f"{QUARTER}{HALF};"},
+        {hami.WAITING: ";"},
+        {hami.WAITING: "nonsense"},
+        {hami.BIND_PHASE: hami.SUCCESS},
+    ],
+)
+async def test_a_pod_that_hides_its_own_turn_does_not_get_anothers(stage: Stage, lie: dict[str, str]) -> None:
+    stage.pod("liar", allocation=f"{QUARTER};", notes={hami.ALLOCATED: f"{QUARTER};", **lie})
+    other = stage.scheduled("other", allocation=f"{HALF};")
+    with contextlib.suppress(AmdvgpuError):
+        await stage.side.resource.allocate([f"{GPU}#0"])
+    assert stage.notes("other")[hami.BIND_PHASE] == hami.ALLOCATING
+    await stage.side.resource.allocate([f"{OTHER}#0"])
+    assert slice_of(other) in stage.slices()
+
+
+async def test_a_pod_that_was_served_and_kept_its_lock_is_not_harmed_by_the_next_call(stage: Stage) -> None:
+    first = stage.pod("a", allocation=f"{QUARTER};")
+    stage.api.faults = [("PATCH", "nodes/n1", failing(500))] * 40
+    await stage.side.resource.allocate([f"{GPU}#0"])
+    stage.api.faults = []
+    other = stage.scheduled("b", allocation=f"{HALF};")
+    await stage.side.resource.allocate([f"{OTHER}#0"])
+    assert set(stage.slices()) == {slice_of(first), slice_of(other)}
+    assert (stage.locked() or "").endswith(",default,a")
+    with pytest.raises(NotFound):
+        await stage.side.resource.allocate([f"{OTHER}#1"])
+    assert stage.notes("a")[hami.BIND_PHASE] == hami.SUCCESS
+
+
+@pytest.mark.parametrize(
+    "status",
+    [
+        {"phase": "Running"},
+        {"phase": "Pending", "initContainerStatuses": [{"name": "setup", "state": {"running": {}}}]},
+        {"phase": "Pending", "containerStatuses": [{"name": "main", "state": {"waiting": {}}, "restartCount": 1}]},
+    ],
+)
+async def test_a_pod_that_has_run_gets_nobody_elses_call(stage: Stage, status: dict[str, object]) -> None:
+    stage.pod("spider", allocation=f"{QUARTER};")
+    await stage.side.resource.allocate([f"{GPU}#0"])
+    web = hami.format_served({0: [f"{OTHER}#0"]})
+    stage.api.change_pod("default", "spider", {"status": status, "metadata": {"annotations": {hami.SERVED: web}}})
+    fly = stage.scheduled("fly", allocation=f"{HALF};")
+    grant = await stage.side.resource.allocate([f"{OTHER}#0"])
+    assert grant.cdi_devices == (f"amdvgpu.io/slice={slice_of(fly)}",)
 
 
 # -------------------------------------------------------------------------------------------------------- asked again
@@ -356,6 +458,23 @@ async def test_ids_of_a_pod_that_ended_serve_the_pod_that_the_lock_names(stage: 
         await stage.side.resource.allocate([f"{GPU}#0"])
 
 
+@pytest.mark.parametrize(("begun", "left"), [(False, 0), (True, 1)], ids=["nothing has run", "its init container runs"])
+async def test_a_call_that_comes_again_and_fails_says_so_on_the_pod_and_frees_the_node(
+    stage: Stage, begun: bool, left: int
+) -> None:
+    pod = stage.pod("a", a_container("x"), a_container("y"), allocation=f"{QUARTER};{HALF};")
+    await stage.side.resource.allocate([f"{GPU}#0"])
+    if begun:
+        state = {"initContainerStatuses": [{"name": "setup", "state": {"running": {}}}]}
+        stage.api.change_pod("default", "a", {"status": state})
+    stage.disk_fails = HostFailure("the disk is full")
+    with pytest.raises(HostFailure, match="the disk is full"):
+        await stage.side.resource.allocate([f"{GPU}#0"])
+    assert (stage.locked(), stage.notes("a")[hami.BIND_PHASE]) == (None, hami.FAILED)
+    # What runs keeps its slice: the kubelet ends it first.
+    assert list(stage.slices()) == [slice_of(pod)] * left
+
+
 async def test_a_crash_between_the_grant_and_the_patch_leaves_nothing_behind_that_hinders(stage: Stage) -> None:
     stage.pod("a", allocation=f"{QUARTER};")
     name = SliceName(slice_of(stage.api.pods["default", "a"]))
@@ -396,13 +515,6 @@ async def test_what_cannot_be_served_fails_that_pod_and_frees_the_node(
     stage.pod("b", allocation=f"{QUARTER};")
     await stage.side.resource.allocate([f"{GPU}#0"])
     assert stage.notes("b")[hami.BIND_PHASE] == hami.SUCCESS
-
-
-async def test_a_pod_of_another_node_is_refused(stage: Stage) -> None:
-    stage.pod("a", allocation=f"{QUARTER};", notes={hami.ASSIGNED_NODE: "n2"})
-    with pytest.raises(Invalid, match="default/a was assigned to node 'n2', and this is 'n1'"):
-        await stage.side.resource.allocate([f"{GPU}#0"])
-    assert stage.locked() is None
 
 
 async def test_what_was_promised_to_others_is_never_overlapped_whatever_a_pod_says(stage: Stage) -> None:
