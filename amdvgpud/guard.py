@@ -21,9 +21,9 @@ from typing import Final, Protocol
 from amdvgpud.core.errors import AmdvgpuError, NotFound
 from amdvgpud.core.leftovers import Baseline, learn, leftovers
 from amdvgpud.core.model import Gpu, GpuId, Inventory, Partition, PartitionId, ProcessUsage, SliceName, Usage
-from amdvgpud.core.truth import Comparison, KernelPicture, compare
+from amdvgpud.core.truth import Ceilings, Comparison, KernelPicture, compare
 from amdvgpud.core.watchdog import Policy, Reason, Rules, Step, Suspicion, Suspicions, judge
-from amdvgpud.node import Node
+from amdvgpud.node import Node, NodeView
 
 log = logging.getLogger(__name__)
 
@@ -109,6 +109,8 @@ class Guard:
         self._left = left
         self._view = GuardView()
         self._suspicions: Suspicions = {}
+        self._quotas: dict[tuple[SliceName, PartitionId], int] = {}
+        """The largest that each slice has had since it was last without a process."""
         self._evicted_ms: dict[tuple[SliceName, PartitionId], dict[tuple[int, int], int]] = {}
         self._evicted_before_ms: dict[tuple[SliceName, PartitionId], int] = {}
         """Of processes that have ended."""
@@ -152,7 +154,8 @@ class Guard:
         # has freed, so of two readings around the kernel's the larger one is fair.
         after = await self._node.refresh_usage()
         usage = {name: _larger(before.usage.get(name), of) for name, of in after.usage.items()}
-        comparison = compare(after.book, before.inventory, usage, picture)
+        ceilings = self._ceilings(after, before.usage)
+        comparison = compare(after.book, before.inventory, usage, picture, ceilings)
         if self._left is not None:
             self._left.learn(before.inventory, picture)
         if comparison is not None:
@@ -189,6 +192,31 @@ class Guard:
         if self._rules().policy is Policy.OBSERVE:
             return ()
         return tuple(f"slice {s.slice}: {s}" for s in standing if s.step is not None)
+
+    def _ceilings(self, view: NodeView, before: Mapping[SliceName, Usage]) -> Ceilings:
+        """For ledgers that claim more than gates have ever let in: somebody else has written that.
+
+        What came in under a larger quota may stay when that is lowered. What a ledger has at the first look of all may
+        have come so before this daemon was started: that it is too much shows (used above the quota), and is held
+        against nobody. Readings are judged one by one, as their larger figures together may exceed what ever was;
+        who writes another ledger between the two can so pass for up to twice the quota.
+        """
+        found: dict[tuple[SliceName, PartitionId], int] = {}
+        quotas: dict[tuple[SliceName, PartitionId], int] = {}
+        for name, item in view.book.slices.items():
+            readings = [usage for usage in (before.get(name), view.usage.get(name)) if usage is not None]
+            for share in item.shares:
+                partition = view.inventory.partition(share.partition)
+                if partition is None:
+                    continue
+                key = (name, share.partition)
+                claimed = max((u.used_bytes(partition.kfd_gpu_id) for u in readings), default=0)
+                known = self._quotas.get(key, share.vram_bytes) if self._view.looked else claimed
+                quotas[key] = max(share.vram_bytes, known if any(u.processes for u in readings) else 0)
+                if claimed > quotas[key]:
+                    found[key] = quotas[key]
+        self._quotas = quotas
+        return found
 
     # -------------------------------------------------------------------------------------------------- evictions
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import signal
+import struct
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 
 import amdvgpud._abi
+from amdvgpud._abi import ffi, lib
 from amdvgpud.core import wire
 from amdvgpud.ctl.client import Client, Refused
 from tests.ctl.stand_ins import served
@@ -42,9 +44,12 @@ def client(home: Path) -> Iterator[Client]:
 
 @contextmanager
 def kfd_client(
-    home: Path, inside: str | None, *libraries: str, count: int = 2
+    home: Path, inside: str | None, *libraries: str, count: int = 2, first: str = ""
 ) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """A process that holds ``count`` GiB of the first GPU; ``inside``: with that slice's files at their place."""
+    """A process that holds ``count`` GiB of the first GPU; ``inside``: with that slice's files at their place.
+
+    ``first``: what its shell does before it becomes that.
+    """
     root = home / "run/simulated"
     preload = " ".join(str(PARTS / name) for name in libraries)
     guest, place = f"{home}/run/slices/{inside}/guest", f"/run/amdvgpu/{inside}"
@@ -53,7 +58,8 @@ def kfd_client(
         f"mount --bind {guest} {place} && mount -o remount,bind,ro {place} && "
         f"mount --bind {guest}/ledger {place}/ledger && "
     )
-    holder = f"exec env SOFTKFD_ROOT={root} LD_PRELOAD='{preload}' {PARTS}/kfdclient --step 1G --count {count} --hold"
+    client = f"{PARTS}/kfdclient --step 1G --count {count} --hold"
+    holder = f"{first}\nexec env SOFTKFD_ROOT={root} LD_PRELOAD='{preload}' {client}"
     script = (mounts if inside else "") + holder
     with subprocess.Popen(
         ["unshare", "--mount", "--propagation", "private", "sh", "-ec", script],
@@ -130,6 +136,42 @@ def test_a_process_behind_the_gate_is_tracked_and_left_alone(
         assert (share.used_bytes, share.untracked_bytes, shown(client, "bob").unmanaged_processes) == (held, 0, 0)
         assert process.poll() is None
     assert told(client) == before
+
+
+def test_a_ledger_that_its_guest_has_written_hides_nobody(
+    client: Client, home: Path, new_slice: Callable[[str], None]
+) -> None:
+    """The kernel accounts 150 GiB to it, and so does its slot, under a quota of 4."""
+    new_slice("mallory")
+    ledger = home / "run/slices/mallory/guest/ledger"
+    with kfd_client(home, "mallory", "libsoftkfd.so", count=150) as (rogue, held):
+        forge(ledger, rogue.pid, held)
+        until(lambda: shown(client, "mallory").shares[0].untracked_bytes == held - 4 * GIB)
+        (process,) = client.get("/v1/slices/mallory/processes", wire.ProcessList)[0].processes
+        assert (process.host_pid, process.tracked) == (rogue.pid, True)
+        assert rogue.wait(20) == -signal.SIGTERM
+    assert ("watchdog.ended", "mallory") in told(client)
+
+
+def forge(ledger: Path, pid: int, used_bytes: int) -> None:
+    """Give ``pid`` the first slot, with so many bytes on the slice's only GPU."""
+    start_ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    namespace = Path(f"/proc/{pid}/ns/pid").stat().st_ino
+    owner = pid | namespace << int(lib.AVG_OWNER_NS_SHIFT)
+    with ledger.open("r+b") as file:
+        file.seek(lib.AVG_LEDGER_HEAD_BYTES)
+        file.write(struct.pack("=QQ", owner, start_ticks))
+        file.seek(lib.AVG_LEDGER_HEAD_BYTES + lib.AVG_SLOT_HEAD_BYTES)
+        file.write(struct.pack("=Q", used_bytes))
+        file.seek(ffi.offsetof("struct avg_ledger", "occupied"))
+        file.write(struct.pack("=Q", 1))
+
+
+def test_who_does_not_end_at_sigterm_is_killed(client: Client, home: Path, new_slice: Callable[[str], None]) -> None:
+    new_slice("oscar")
+    with kfd_client(home, "oscar", "libsoftkfd.so", first="trap '' TERM") as (stubborn, _):
+        assert stubborn.wait(30) == -signal.SIGKILL
+    assert told(client)[-3:] == [("watchdog.unmanaged", "oscar"), *[("watchdog.ended", "oscar")] * 2]
 
 
 def test_a_whole_gpu_is_not_handed_on_while_somebody_is_on_it(client: Client, home: Path) -> None:

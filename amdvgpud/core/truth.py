@@ -10,7 +10,9 @@ Sources of what the figures mean: ``kfd_process.c`` (files of kfd/proc), Documen
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Final
 
 from amdvgpud.core.model import (
     Book,
@@ -94,6 +96,7 @@ class ProcessTruth:
     """The slice's ledger has a slot of it: its gate is loaded."""
     driver_bytes: Mapping[PartitionId, int]
     ledger_bytes: Mapping[PartitionId, int]
+    """What of its slot is believed."""
 
     @property
     def untracked_bytes(self) -> int:
@@ -164,18 +167,28 @@ def driver_bytes_of(process: KernelProcess, gpus: Iterable[Gpu], home: Iterable[
     return found
 
 
+Ceilings = Mapping[tuple[SliceName, PartitionId], int]
+"""How many bytes of a slice's ledger can be true, where it claims more: a guest can write anything into its ledger."""
+NO_CEILINGS: Final[Ceilings] = MappingProxyType({})
+
+
 def compare(
-    book: Book, inventory: Inventory, usage: Mapping[SliceName, Usage], picture: KernelPicture
+    book: Book,
+    inventory: Inventory,
+    usage: Mapping[SliceName, Usage],
+    picture: KernelPicture,
+    ceilings: Ceilings = NO_CEILINGS,
 ) -> Comparison | None:
     """Whose each process is, and what its ledger does not know. None where there is no list of processes.
 
     A process in two slices of one GPU: what their ledgers have is each one's own, what is more is the first one's.
+    Above a ceiling the processes with most are not believed: who has taken what is the slice's own affair.
     """
     if picture.processes is None:
         return None
     by_gpu_id = {p.kfd_gpu_id: p for p in inventory.partitions}
     slots = {name: {(p.pid, p.start_ticks): p for p in of.processes} for name, of in usage.items()}
-    members: dict[SliceName, list[tuple[KernelProcess, ProcessTruth]]] = {name: [] for name in book.slices}
+    members: dict[SliceName, list[_Member]] = {name: [] for name in book.slices}
     strangers = []
     for process in picture.processes:
         own = _slices_of(process, book, slots)
@@ -194,10 +207,13 @@ def compare(
         outside = {at: n for at, n in left.items() if at not in places and n}
         if outside:
             strangers.append(_truth_of(process, False, outside, {}))
+    for (name, at), ceiling in ceilings.items():
+        members[name] = _disbelieved(members[name], at, ceiling)
     slices = {name: _slice_truth(book.slices[name], inventory, seen) for name, seen in members.items()}
     return Comparison(slices, tuple(strangers))
 
 
+_Member = tuple[KernelProcess, ProcessTruth]
 _Slots = Mapping[SliceName, Mapping[tuple[int, int], ProcessUsage]]
 
 
@@ -235,7 +251,22 @@ def _truth_of(
     )
 
 
-def _slice_truth(item: Slice, inventory: Inventory, seen: Iterable[tuple[KernelProcess, ProcessTruth]]) -> Truth:
+def _disbelieved(members: list[_Member], at: PartitionId, ceiling: int) -> list[_Member]:
+    """With slots cut down until what they explain of the driver's figures is no more than ``ceiling``."""
+    explained = {i: min(t.driver_bytes.get(at, 0), t.ledger_bytes.get(at, 0)) for i, (_, t) in enumerate(members)}
+    excess = sum(explained.values()) - ceiling
+    found = list(members)
+    for i in sorted(explained, key=lambda i: explained[i], reverse=True):
+        if excess <= 0:
+            break
+        process, truth = members[i]
+        left = max(0, explained[i] - excess)
+        found[i] = (process, replace(truth, ledger_bytes={**truth.ledger_bytes, at: left}))
+        excess -= explained[i] - left
+    return found
+
+
+def _slice_truth(item: Slice, inventory: Inventory, seen: Iterable[_Member]) -> Truth:
     pairs = tuple(seen)
     gpus = {}
     gated = needs_gate(item, inventory)

@@ -31,7 +31,8 @@ class Reason(StrEnum):
     UNMANAGED = "unmanaged"
     """VRAM, and no slot in the ledger: the gate is not loaded."""
     UNTRACKED = "untracked"
-    """More VRAM than the ledger has, by more than the allowance: the gate is loaded, and something goes around it."""
+    """More VRAM than its slot has (as far as all slots of the slice can be true together), by more than the allowance:
+    the gate is loaded, and something goes around it."""
 
 
 class Step(StrEnum):
@@ -73,7 +74,7 @@ class Suspicion:
     step_s: float = 0.0
 
     def __str__(self) -> str:
-        what = "no slot in the ledger" if self.reason is Reason.UNMANAGED else "a slot that does not have them"
+        what = "no slot in the ledger" if self.reason is Reason.UNMANAGED else "no slot to explain them"
         return f"process {self.pid} ({self.command}) has {self.untracked_bytes} bytes of VRAM and {what}"
 
 
@@ -96,10 +97,10 @@ def judge(
             if reason is None:
                 continue
             key = (truth.slice, process.pid, process.start_ticks)
-            known = before.get(key)
-            fresh = known is None or known.reason is not reason
-            suspicion = _suspicion(truth, process, reason, now_s) if known is None or fresh else known
-            suspicion = replace(suspicion, untracked_bytes=process.untracked_bytes, command=process.command)
+            suspicion = _suspicion(truth, process, reason, now_s)
+            if (known := before.get(key)) is not None:
+                # Another reason does not start the time anew: a slot that comes and goes would outlast any patience.
+                suspicion = replace(suspicion, since_s=known.since_s, step=known.step, step_s=known.step_s)
             step = _next_step(rules, suspicion, now_s)
             if step is not None:
                 suspicion = replace(suspicion, step=step, step_s=now_s)

@@ -90,6 +90,23 @@ def test_what_the_ledger_has_is_tracked_and_the_rest_is_not() -> None:
     )
 
 
+def test_a_ledger_is_believed_up_to_what_can_be_true_and_who_has_most_is_not() -> None:
+    """A guest has written into its own ledger what it took around the gate."""
+    small, large = a_process(50, {1000: 3 * MIB}, A), a_process(51, {1000: 150 * MIB}, A)
+    usage = a_ledger(A, (50, {1000: 3 * MIB}), (51, {1000: 150 * MIB}))
+    picture = KernelPicture(1.0, (small, large))
+    found = compare(a_book(a_slice(A, FIRST)), MACHINE, usage, picture, {(A, FIRST): 4 * MIB})
+    assert found is not None
+    assert [p.untracked_bytes for p in found.slices[A].processes] == [0, 149 * MIB]
+    assert found.slices[A].gpus[FIRST] == GpuTruth(153 * MIB, 149 * MIB, None)
+    found = compare(a_book(a_slice(A, FIRST)), MACHINE, usage, picture, {(A, FIRST): 0})
+    assert found is not None
+    assert [p.untracked_bytes for p in found.slices[A].processes] == [3 * MIB, 150 * MIB]
+    found = compare(a_book(a_slice(A, FIRST)), MACHINE, usage, picture, {(A, FIRST): 200 * MIB})
+    assert found is not None
+    assert [p.untracked_bytes for p in found.slices[A].processes] == [0, 0]
+
+
 def test_a_process_without_a_slot_is_unmanaged_even_before_it_has_taken_anything() -> None:
     found = compared(a_book(a_slice(A, FIRST)), a_ledger(A), a_process(50, {1000: 0}, A)).slices[A]
     assert [p.pid for p in found.unmanaged] == [50]

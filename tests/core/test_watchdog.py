@@ -73,6 +73,15 @@ def test_one_look_in_which_all_is_well_starts_the_time_anew() -> None:
     assert steps(RULES, looks) == [(120.0, Step.TELL, Reason.UNMANAGED)]
 
 
+def test_a_slot_that_comes_and_goes_does_not_start_the_time_anew() -> None:
+    looks = [(float(t), a_look(100, None if t % 20 else 0)) for t in range(0, 90, 10)]
+    assert [(at, step) for at, step, _ in steps(RULES, looks)] == [
+        (60.0, Step.TELL),
+        (70.0, Step.TERMINATE),
+        (80.0, Step.KILL),
+    ]
+
+
 def test_another_process_of_the_same_pid_has_its_own_time() -> None:
     other = a_look(100, None, start_ticks=78)
     looks = [(0.0, BAD), (30.0, other), (60.0, other), (90.0, other)]

@@ -155,6 +155,46 @@ async def test_a_charge_that_was_withdrawn_while_the_kernel_was_asked_still_coun
     assert view.comparison.slices[ALICE].gpus[FIRST].untracked_bytes == 0
 
 
+async def test_a_ledger_that_claims_more_than_its_quota_hides_nobody(bench: Bench) -> None:
+    bench.ender.living[(50, 50)] = ALICE
+    await bench.look_after(0)
+    bench.has(rogue(150 * GIB))
+    bench.ledger((50, 150 * GIB))
+    for _ in range(9):
+        view = await bench.look_after(10)
+    assert view.comparison is not None
+    assert view.comparison.slices[ALICE].gpus[FIRST] == GpuTruth(150 * GIB, 146 * GIB, None)
+    assert [number for _, number in bench.ender.sent] == [signal.SIGTERM, signal.SIGKILL]
+
+
+async def test_what_came_in_under_a_larger_quota_is_held_against_nobody(bench: Bench) -> None:
+    bench.has(rogue(4 * GIB))
+    bench.ledger((50, 4 * GIB))
+    await bench.look_after(0)
+    await bench.node.resize_slice(ALICE, 1 * GIB)
+    for _ in range(9):
+        view = await bench.look_after(10)
+    assert (view.suspicions, bench.ender.sent) == ((), [])
+    bench.has()
+    bench.ledger()
+    await bench.look_after(10)  # nobody is left from then, so that from here on the new quota counts
+    bench.has(rogue(4 * GIB))
+    bench.ledger((50, 4 * GIB))
+    view = await bench.look_after(10)
+    assert [s.untracked_bytes for s in view.suspicions] == [3 * GIB]
+
+
+async def test_what_a_ledger_had_before_this_daemon_came_is_held_against_nobody(bench: Bench) -> None:
+    bench.has(rogue(5 * GIB))
+    bench.ledger((50, 5 * GIB))
+    view = await bench.look_after(0)
+    assert view.suspicions == ()
+    bench.has(rogue(6 * GIB))
+    bench.ledger((50, 6 * GIB))
+    view = await bench.look_after(10)
+    assert [s.untracked_bytes for s in view.suspicions] == [1 * GIB]
+
+
 async def test_a_process_without_a_slot_is_told_of_then_asked_to_end_then_ended(bench: Bench) -> None:
     bench.has(rogue(GIB))
     bench.ender.living[50, 50] = ALICE
