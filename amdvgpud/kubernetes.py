@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from amdvgpud.core import hami
 from amdvgpud.core.cdi_runtimes import CdiWords
 from amdvgpud.core.delivery import Choice, NodeSoftware, choose
-from amdvgpud.core.errors import Invalid
+from amdvgpud.core.errors import AmdvgpuError, Invalid
 from amdvgpud.core.model import ComputePolicy, Inventory, Slice
 from amdvgpud.core.render import partition_device
 from amdvgpud.node import Node
@@ -88,8 +88,14 @@ class Kubelet:
             self._offers.append(whole.now)
         self.delivery = _delivery(settings, environment, read_cdi_words)
         door = KubeletSettings(settings.kubelet_dir, self.delivery, settings.kubelet_take_over)
+        counted = _counting(settings, environment)
         self._plugin = DevicePlugin(
-            node, lambda: [resource for offer in self._offers for resource in offer()], door, metrics, pod_resources
+            node,
+            lambda: [resource for offer in self._offers for resource in offer()],
+            door,
+            metrics,
+            pod_resources,
+            counted=counted,
         )
         if settings.kubelet_mode:
             metrics.kubelet_delivery = lambda: self.delivery.choice.way
@@ -112,7 +118,7 @@ class Kubelet:
                 self._of_pod,
             )
             # A plugin of its own: the others must not wait for a cluster that may not be there.
-            plugin = DevicePlugin(node, lambda: [side.resource], door, metrics, pod_resources)
+            plugin = DevicePlugin(node, lambda: [side.resource], door, metrics, pod_resources, counted=counted)
             self._hami = _Hami(api, side, watch, plugin)
 
     @property
@@ -214,6 +220,22 @@ def _delivery(
         return choose(software, words, str(settings.cdi_dir))
 
     return Delivery(Choice("nodes", "it has not been asked for yet", known=False), ask, hook_for=hook_needs(settings))
+
+
+def _counting(settings: Settings, environment: Mapping[str, str]) -> Callable[[str], Awaitable[int | None]]:
+    async def counted(resource: str) -> int | None:
+        try:
+            api, name = cluster_api(settings, environment)
+        except Invalid:
+            return None
+        try:
+            return (await api.get_node(name)).status.allocatable_of(resource)
+        except AmdvgpuError:
+            return None
+        finally:
+            await api.close()
+
+    return counted
 
 
 def _holders(pod_resources: PodResources, settings: Settings) -> Callable[[], Awaitable[frozenset[tuple[str, str]]]]:

@@ -163,6 +163,11 @@ class NodeStatus(msgspec.Struct, rename="camel", frozen=True):
     allocatable: dict[str, str] | None = None
     node_info: NodeInfo = NodeInfo()
 
+    def allocatable_of(self, resource: str) -> int | None:
+        """None: the Node has no such resource, or the number is none that counts whole things."""
+        text = (self.allocatable or {}).get(resource, "")
+        return int(text) if text.isascii() and text.isdigit() else None
+
 
 class ClusterNode(msgspec.Struct, frozen=True):
     metadata: Meta

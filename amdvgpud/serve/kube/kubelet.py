@@ -20,7 +20,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import re
 import secrets
 import socket
 import time
@@ -36,6 +35,7 @@ from amdvgpud.core.delivery import Way
 from amdvgpud.core.errors import AmdvgpuError, Conflict, Invalid, NoRoom, NotFound
 from amdvgpud.node import Node
 from amdvgpud.serve.kube.delivery import Delivery
+from amdvgpud.serve.kube.neighbours import Counted, Neighbours, label_of
 from amdvgpud.serve.kube.podresources import PodResources
 from amdvgpud.serve.kube.resources import Device, Grant, Resource
 from amdvgpud.serve.metrics import Metrics
@@ -83,6 +83,7 @@ class DevicePlugin:
         metrics: Metrics,
         pod_resources: PodResources,
         *,
+        counted: Counted | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         """``offers``: what is to be registered now, asked again after each event of the node; distinct names."""
@@ -90,7 +91,9 @@ class DevicePlugin:
         self._offers = offers
         self._settings = settings
         self._metrics = metrics
-        self._pod_resources = pod_resources
+        self._neighbours = Neighbours(
+            settings.dir, PREFIX, pod_resources, counted, lambda: self._sleep(settings.look_s)
+        )
         self._sleep = sleep
         self._resources: dict[str, Resource] = {}
 
@@ -152,8 +155,7 @@ class DevicePlugin:
         server = grpc.aio.server()
         server.add_generic_rpc_handlers((session.handler(),))
         # Not the name's own letters alone: the kubelet's directory is shared with other plugins and other instances.
-        label = re.sub("[^A-Za-z0-9.-]", "_", name)[:40]
-        path = self._settings.dir / f"{PREFIX}{label}-{secrets.token_hex(4)}.sock"
+        path = self._settings.dir / f"{PREFIX}{label_of(name)}-{secrets.token_hex(4)}.sock"
         server.add_insecure_port(f"unix:{path}")
         await server.start()
         try:
@@ -209,29 +211,10 @@ class DevicePlugin:
     # --------------------------------------------------------------------------------------------- neighbours
 
     async def _refuse_second_owner(self, name: str) -> None:
-        """``Conflict`` where somebody else serves ``name``: the kubelet would silently take it from them.
-
-        No plugin says which name it serves. So two signs: a socket that is called after the name and answers (plugins
-        made with the common Go library are ``amd.com_gpu``), and devices of the name at the kubelet that are not ours.
-        """
-        if self._settings.take_over:
-            return
-        wanted = re.sub("[^a-z0-9]", "", name.lower())
-        for path in await asyncio.to_thread(lambda: sorted(self._settings.dir.glob("*"))):
-            if path.name.startswith(PREFIX) or wanted not in re.sub("[^a-z0-9]", "", path.name.lower()):
-                continue
-            if await _answers(path):
-                raise Conflict(
-                    f"another device plugin serves {name} at {path}; remove it, or set kubelet.take_over to take the "
-                    "name from it"
-                )
-        known = (await self._pod_resources.allocatable()).get(name, frozenset())
-        ours = {device.id for device in self._resources[name].devices(self._node.view())}
-        if foreign := sorted(known - ours):
-            raise Conflict(
-                f"the kubelet has {len(foreign)} devices of {name} from another plugin ({foreign[0]}); remove it, or "
-                "set kubelet.take_over to take the name from it"
-            )
+        if not self._settings.take_over:
+            resource = self._resources[name]
+            ours = lambda: {device.id: device.healthy for device in resource.devices(self._node.view())}  # noqa: E731
+            await self._neighbours.refuse_second_owner(name, ours)
 
     def _sweep(self) -> None:
         """Remove the sockets that instances before us left when they were killed. One that answers is left alone."""
@@ -417,18 +400,3 @@ def _file(path: Path) -> _File | None:
     except OSError:
         return None
     return found.st_dev, found.st_ino, found.st_ctime_ns
-
-
-async def _answers(path: Path) -> bool:
-    """Whether a device plugin lives behind ``path``."""
-    async with grpc.aio.insecure_channel(f"unix:{path}", options=_CHANNEL) as channel:
-        ask = channel.unary_unary(
-            f"/{_PLUGIN}/GetDevicePluginOptions",
-            request_serializer=pb.Empty.SerializeToString,
-            response_deserializer=pb.DevicePluginOptions.FromString,
-        )
-        try:
-            await ask(pb.Empty(), timeout=1)
-        except grpc.aio.AioRpcError:
-            return False
-        return True

@@ -72,8 +72,8 @@ class PodResources:
         except OSError as error:
             raise HostFailure(f"there is no kubelet at {self._socket_path}") from error
 
-    async def allocatable(self) -> Mapping[str, frozenset[str]]:
-        """Healthy devices by resource, whoever registered them; empty where the kubelet does not say (old, or away)."""
+    async def allocatable(self) -> Mapping[str, frozenset[str]] | None:
+        """Healthy devices by resource, whoever registered them; None where the kubelet does not say (old, or away)."""
         from amdvgpud.serve.pb import podresources_pb2 as pb
 
         try:
@@ -81,7 +81,7 @@ class PodResources:
                 "GetAllocatableResources", pb.AllocatableResourcesRequest(), pb.AllocatableResourcesResponse
             )
         except HostFailure:
-            return {}
+            return None
         found: dict[str, frozenset[str]] = {}
         for devices in answer.devices:  # one entry for each NUMA node
             found[devices.resource_name] = found.get(devices.resource_name, frozenset()) | set(devices.device_ids)

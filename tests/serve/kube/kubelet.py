@@ -191,7 +191,8 @@ class Kubelet:
         for name, ids in self.foreign.items():
             answer.devices.add(resource_name=name, device_ids=ids)
         for name, plugin in self.plugins.items():
-            answer.devices.add(resource_name=name, device_ids=plugin.healthy if plugin.updates else [])
+            living = plugin.updates and not plugin.ended.is_set()
+            answer.devices.add(resource_name=name, device_ids=plugin.healthy if living else [])
         return answer
 
 

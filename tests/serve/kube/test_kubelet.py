@@ -301,11 +301,12 @@ async def test_a_newer_instance_takes_over_and_the_old_one_leaves_its_socket_alo
 ) -> None:
     async with a_kubelet(plugins_dir) as kubelet:
         async with running(a_plugin(desk, plugins_dir)):
-            old = await kubelet.registered(GPU)
-            del kubelet.plugins[GPU]
+            old = await kubelet.registered(GPU)  # whose devices the kubelet has until the newer one is registered
             newer = running(a_plugin(desk, plugins_dir))
             await newer.__aenter__()
-            new = await kubelet.registered(GPU)
+            async with asyncio.timeout(10):
+                while (new := await kubelet.registered(GPU)) is old:
+                    await asyncio.sleep(0.01)
         assert not (plugins_dir / old.request.endpoint).exists()
         assert (plugins_dir / new.request.endpoint).exists()
         assert (await new.allocate(["x#1"]))[0].envs["IDS"] == "x#1"
@@ -365,6 +366,70 @@ async def test_a_name_of_which_the_kubelet_has_foreign_devices_is_taken_only_by_
             assert kubelet.registrations == []
         async with running(a_plugin(desk, plugins_dir, take_over=True)):
             await kubelet.registered(GPU)
+
+
+async def test_devices_with_our_own_ids_are_another_plugins_before_we_have_registered(
+    desk: Desk, plugins_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever its socket is called."""
+    gpu = desk.sysfs.inventory.gpus[0].id
+    async with a_kubelet(plugins_dir) as kubelet:
+        kubelet.foreign[GPU] = [f"{gpu}#0", f"{gpu}#1"]
+        async with running(a_plugin(desk, plugins_dir, TenSlots(), TenSlots("amd.com/other"))):
+            await kubelet.registered("amd.com/other")
+            async with asyncio.timeout(10):
+                while not (said := [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]):
+                    await asyncio.sleep(0.01)
+            assert kubelet.registrations == ["amd.com/other"]
+            assert f"2 devices of {GPU} that this daemon has not registered ({gpu}#0), so another plugin has" in said[0]
+            assert said[0].endswith("remove it, or set kubelet.take_over to take the name from it")
+            del kubelet.foreign[GPU]
+            await kubelet.registered(GPU)
+
+
+async def test_what_a_daemon_before_this_one_has_left_at_the_kubelet_is_nobody_elses(
+    desk: Desk, plugins_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    looked: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        looked.append(seconds)
+        kubelet.foreign.clear()
+        await asyncio.sleep(0)
+
+    async with a_kubelet(plugins_dir) as kubelet:
+        kubelet.foreign[GPU] = ["of-another-configuration#0"]
+        plugin = a_plugin(desk, plugins_dir)
+        plugin._sleep = sleep
+        async with running(plugin):
+            await kubelet.registered(GPU)
+    assert looked[0] == 0.05
+    assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == []
+
+
+@pytest.mark.parametrize(("count", "registered"), [(7, False), (20, True), (0, True), (None, True)])
+async def test_where_the_kubelet_does_not_say_who_has_what_the_nodes_own_count_does(
+    desk: Desk, plugins_dir: Path, caplog: pytest.LogCaptureFixture, count: int | None, registered: bool
+) -> None:
+    async def counted(resource: str) -> int | None:
+        return count if resource == GPU else None
+
+    async with a_kubelet(plugins_dir) as kubelet:
+        plugin = DevicePlugin(
+            desk.node,
+            lambda: (TenSlots(),),
+            KubeletSettings(plugins_dir, look_s=0.01),
+            desk.metrics,
+            PodResources(plugins_dir.parent / "nowhere.sock"),
+            counted=counted,
+        )
+        async with running(plugin), asyncio.timeout(10):
+            while not (said := [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]) and not registered:
+                await asyncio.sleep(0.01)
+            if registered:
+                await kubelet.registered(GPU)
+    assert (bool(kubelet.registrations), bool(said)) == (registered, not registered)
+    assert registered or f"the Node has 7 of {GPU}, which this daemon has not registered and has 20 of" in said[0]
 
 
 async def _nothing(request: bytes, context: object) -> bytes:
