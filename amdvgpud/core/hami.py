@@ -401,9 +401,10 @@ def requests(
                 break
         else:
             groups.append([wish])
+    names = tuple(pod_slice(uid, ordinal, part) for part in range(len(groups)))
     return tuple(
         Request(
-            pod_slice(uid, ordinal, part),
+            name,
             Compute(ComputePolicy.WHOLE)
             if group[0].cu_count is None
             else Compute(ComputePolicy.EXACT, cu_count=group[0].cu_count),
@@ -413,8 +414,9 @@ def requests(
             priority=priority,
             oversubscribe=group[0].partition.gpu in oversubscribed and group[0].cu_count is not None,
             after=after,
+            together=names if len(names) > 1 else (),
         )
-        for part, group in enumerate(groups)
+        for name, group in zip(names, groups, strict=True)
     )
 
 
@@ -543,19 +545,14 @@ def format_lock(lock: Lock) -> str:
 def container_environment(
     slices: Sequence[Slice], inventory: Inventory, task_priority: int | None = None
 ) -> dict[str, str]:
-    """What HAMi's documentation promises that a container finds, over all its slices, in the order it counts GPUs.
+    """What HAMi's documentation promises that a container finds, over all its slices.
 
-    As :func:`render.slice_environment` has it, and besides: the memory limit without a number where all GPUs have the
-    same one, for older hooks, and ``AMD_TASK_PRIORITY``.
+    As :func:`render.container_environment` has it, and besides: the memory limit without a number where all GPUs have
+    the same one, for older hooks, and ``AMD_TASK_PRIORITY``.
     """
-    shares = {share.partition: share for item in slices for share in item.shares}
-    ordered = [shares[p.id] for p in inventory.partitions if p.id in shares]
-    if len(ordered) != len(shares):
-        ordered = list(shares.values())  # one is gone, which the rendering refuses by its name
-    found = render.slice_environment(replace(slices[0], shares=tuple(ordered)), inventory)
-    found["AMDVGPU_SLICE"] = ",".join(item.name for item in slices)
+    found = render.container_environment(slices, inventory)
     limits = [value for key, value in found.items() if key.startswith("HIP_DEVICE_MEMORY_LIMIT_")]
-    if len(limits) == len(ordered) and len(set(limits)) == 1:
+    if len(limits) == sum(len(item.shares) for item in slices) and len(set(limits)) == 1:
         found["HIP_DEVICE_MEMORY_LIMIT"] = limits[0]
     if task_priority is not None:
         found["AMD_TASK_PRIORITY"] = str(task_priority)

@@ -310,6 +310,9 @@ class Request:
     after: tuple[SliceName, ...] = ()
     """Slices that are over before this one is used, so that it may be given what they have. Whoever asks must know: a
     pod's init container has ended before its next container starts. From each other slice both are kept apart."""
+    together: tuple[SliceName, ...] = ()
+    """All slices of the one container that this is for, itself among them. Then each tells the variables of all: of two
+    CDI devices that set one, the last would hide what the others bring. Empty: what comes beside it nobody knows."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.gpu_count <= MAX_GPUS_PER_SLICE:

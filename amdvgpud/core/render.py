@@ -9,6 +9,7 @@ Sources: ROCr ``amd_filter_device.cpp`` for the tokens of ROCR_VISIBLE_DEVICES; 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from string import ascii_lowercase, ascii_uppercase, digits
 from typing import Final
 
@@ -53,6 +54,16 @@ def slice_environment(item: Slice, inventory: Inventory, *, all_nodes_visible: b
         if share.cus is not None or share.vram_bytes < partition.vram_bytes:
             environment[f"HIP_DEVICE_MEMORY_LIMIT_{i}"] = _hami_size(share.vram_bytes)
     return environment
+
+
+def container_environment(slices: Sequence[Slice], inventory: Inventory) -> dict[str, str]:
+    """As :func:`slice_environment`, over all slices of one container, in the order in which it counts GPUs."""
+    shares = {share.partition: share for item in slices for share in item.shares}
+    ordered = [shares[p.id] for p in inventory.partitions if p.id in shares]
+    if len(ordered) != len(shares):
+        ordered = list(shares.values())  # one is gone, which the rendering refuses by its name
+    environment = slice_environment(replace(slices[0], shares=tuple(ordered)), inventory)
+    return environment | {"AMDVGPU_SLICE": ",".join(item.name for item in slices)}
 
 
 def preload_line(library: str, by_platform: bool) -> str:

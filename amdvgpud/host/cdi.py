@@ -19,6 +19,7 @@ import stat
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import is_
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -27,7 +28,7 @@ import msgspec
 from amdvgpud.core.cumask import layout_hash
 from amdvgpud.core.errors import AmdvgpuError, Invalid
 from amdvgpud.core.model import Inventory, Partition, Slice, SliceName
-from amdvgpud.core.render import PLATFORM_FOLDER, STAND_IN_FOLDER, preload_line, slice_environment
+from amdvgpud.core.render import PLATFORM_FOLDER, STAND_IN_FOLDER, container_environment, preload_line
 from amdvgpud.ports import CdiStatus
 
 log = logging.getLogger(__name__)
@@ -621,8 +622,8 @@ class CdiFile:
         self._standard_dirs = tuple(standard_dirs)
         self._hook = hook
         self._status = CdiStatus(str(self.path), written=self.path.exists(), error=None, conflicts=())
-        self._rendered: dict[str, tuple[Slice, Inventory, HookCall | None, Device]] = {}
-        """Devices as of the last :meth:`publish`: of hundreds, a change of one slice changes one."""
+        self._rendered: dict[str, tuple[tuple[Slice, ...], Inventory, HookCall | None, Device]] = {}
+        """Devices as of the last :meth:`publish`: of hundreds, a change of one slice changes its container's."""
 
     # ------------------------------------------------------------------------------------------------ CdiSpecs
 
@@ -644,7 +645,9 @@ class CdiFile:
                 replace_file(self.path, data)
                 written = True
                 items = {item.name: item for item in slices}
-                self._rendered = {d.name: (items[SliceName(d.name)], inventory, hook, d) for d in devices}
+                self._rendered = {
+                    d.name: (_together(items[SliceName(d.name)], items), inventory, hook, d) for d in devices
+                }
             else:
                 remove_file(self.path)  # readers refuse an empty list of devices
         except (AmdvgpuError, OSError) as failure:
@@ -668,26 +671,34 @@ class CdiFile:
     def _live_hook(self) -> HookCall | None:
         return self._hook if self._hook is not None and self._hook.there() else None
 
-    def _devices(self, slices: Iterable[Slice], inventory: Inventory, hook: HookCall | None) -> tuple[Device, ...]:
+    def _devices(self, slices: Sequence[Slice], inventory: Inventory, hook: HookCall | None) -> tuple[Device, ...]:
         """One device a live slice, by name. Lost ones are left out: a name that cannot be resolved is a clear error
         at container start, a mask cut for another layout is somebody else's silicon."""
         devices = []
+        items = {item.name: item for item in slices}
         for item in slices:
-            before, on, by, device = self._rendered.get(item.name, (None, None, None, None))
+            group = _together(item, items)
+            before, on, by, device = self._rendered.get(item.name, ((), None, None, None))
             # The very same objects: comparing them would cost as much as rendering. Card nodes are looked up on disk.
-            same = before is item and on is inventory and by is hook
+            same = len(before) == len(group) and all(map(is_, before, group)) and on is inventory and by is hook
             if device is not None and same and not self._card_nodes:
                 devices.append(device)
             elif places := _live_partitions(item, inventory):
-                devices.append(self._device(item, places, inventory, hook))
+                group = tuple(each for each in group if _live_partitions(each, inventory))
+                devices.append(self._device(item, group, places, inventory, hook))
         return tuple(sorted(devices, key=lambda d: d.name))
 
     def _device(
-        self, item: Slice, places: tuple[Partition, ...], inventory: Inventory, hook: HookCall | None
+        self,
+        item: Slice,
+        group: tuple[Slice, ...],
+        places: tuple[Partition, ...],
+        inventory: Inventory,
+        hook: HookCall | None,
     ) -> Device:
         guest = self._run_dir / "slices" / item.name / "guest"
         inside = f"{SLICES_IN_CONTAINER}/{item.name}"
-        env = tuple(f"{key}={value}" for key, value in slice_environment(item, inventory).items())
+        env = tuple(f"{key}={value}" for key, value in container_environment(group, inventory).items())
         mounts = [
             Mount(str(guest), inside, _GUEST_OPTIONS),
             Mount(str(guest / "ledger"), f"{inside}/ledger", _LEDGER_OPTIONS),
@@ -789,6 +800,11 @@ def _entries(folder: Path) -> list[Path]:
 
 def plain_node(simulated: SimulatedDevices, path: str) -> Mount:
     return Mount(str(simulated.root / path.lstrip("/")), path, _PLAIN_NODE_OPTIONS)
+
+
+def _together(item: Slice, items: Mapping[SliceName, Slice]) -> tuple[Slice, ...]:
+    """``item`` and the slices that its container has beside it, as far as they are made."""
+    return tuple(items[name] for name in item.request.together if name in items) or (item,)
 
 
 def _live_partitions(item: Slice, inventory: Inventory) -> tuple[Partition, ...]:

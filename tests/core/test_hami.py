@@ -334,6 +334,7 @@ def ask(*wanted: Wish, priority: Priority = Priority.NORMAL) -> tuple[Request, .
 def test_gpus_with_one_quota_become_one_request_and_others_one_each() -> None:
     first, alike = Wish("a", ONE.partitions[0], GIB, 76), Wish("b", a_gpu(2).partitions[0], GIB, 76)
     other, whole = Wish("c", a_gpu(3).partitions[0], GIB, 38), Wish("d", TWO.partitions[0], None, None)
+    names = tuple(SliceName(f"pod-{UID}.0{part}") for part in ("", ".1", ".2"))
     assert ask(first, other, alike, whole, priority=Priority.HIGH) == (
         Request(
             SliceName(f"pod-{UID}.0"),
@@ -342,6 +343,7 @@ def test_gpus_with_one_quota_become_one_request_and_others_one_each() -> None:
             2,
             (f"{ONE.id}/0", f"{a_gpu(2).id}/0"),
             priority=Priority.HIGH,
+            together=names,
         ),
         Request(
             SliceName(f"pod-{UID}.0.1"),
@@ -350,6 +352,7 @@ def test_gpus_with_one_quota_become_one_request_and_others_one_each() -> None:
             1,
             (f"{a_gpu(3).id}/0",),
             priority=Priority.HIGH,
+            together=names,
         ),
         Request(
             SliceName(f"pod-{UID}.0.2"),
@@ -358,6 +361,7 @@ def test_gpus_with_one_quota_become_one_request_and_others_one_each() -> None:
             1,
             (f"{TWO.id}/0",),
             priority=Priority.HIGH,
+            together=names,
         ),
     )
 

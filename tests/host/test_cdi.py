@@ -551,7 +551,7 @@ def test_an_invalid_document_leaves_the_previous_file_and_says_why(
 ) -> None:
     there.publish([a_slice("alice", 0)], INVENTORY)
     before = there.path.read_bytes()
-    monkeypatch.setattr("amdvgpud.host.cdi.slice_environment", lambda item, inventory: {"": "no name"})
+    monkeypatch.setattr("amdvgpud.host.cdi.container_environment", lambda items, inventory: {"": "no name"})
     status = there.publish([a_slice("alice", 0), a_slice("bob", 1)], INVENTORY)
     assert there.path.read_bytes() == before
     assert status.written is False

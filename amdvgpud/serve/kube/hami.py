@@ -603,13 +603,6 @@ class HamiResource:
         wanted = hami.container_environment(slices, view.inventory, priority)
         sliced = any(share.cus is not None for item in slices for share in item.shares)
         added = (GrantMount(self._settings.gate, GATE_IN_HAMI),) if sliced and self._settings.gate else ()
-        if len(slices) > 1:
-            # By CDI each device brings its own variables, and of two that differ the last one wins, which would hide a
-            # GPU. So here all is told in full.
-            rest = [(key, value) for key, value in grant.environment if key not in wanted]
-            return Grant(
-                environment=(*rest, *wanted.items()), mounts=grant.mounts, nodes=grant.nodes, added_mounts=added
-            )
         brought = {key for key, _ in grant.environment}
         return Grant(
             cdi_devices=grant.cdi_devices,

@@ -37,7 +37,7 @@ from tests.serve.kube.test_hami import (  # noqa: F401
     test_a_whole_gpu_brings_neither_mask_nor_library,
     test_containers_get_what_is_theirs_in_both_shapes,
     test_devices_of_an_init_container_that_ends_serve_the_next_container,
-    test_gpus_with_different_quotas_are_told_in_full_and_not_by_name,
+    test_gpus_with_different_quotas_come_by_name_like_all_others,
     test_ids_of_a_pod_that_ended_serve_the_pod_that_the_lock_names,
     test_the_node_is_registered_and_written_again_whoever_changed_it,
     test_the_pod_that_the_lock_names_is_served_whatever_order_the_kubelet_asks_in,

@@ -25,7 +25,8 @@ GPU, OTHER = (f"GPU-{0xABCD0000 + i:016x}" for i in (0, 1))
 def deliver(slices: Sequence[Slice]) -> Grant:
     names = tuple(item.name for item in slices)
     return Grant(
-        cdi_devices=tuple(f"amdvgpu.io/slice={name}" for name in names), environment=(("AMDVGPU_SLICE", names[0]),)
+        cdi_devices=tuple(f"amdvgpu.io/slice={name}" for name in names),
+        environment=(("AMDVGPU_SLICE", ",".join(names)),),
     )
 
 

@@ -187,14 +187,18 @@ async def test_a_whole_gpu_brings_neither_mask_nor_library(stage: Stage) -> None
     assert next(iter(stage.node.view().book.slices.values())).request.compute.policy is ComputePolicy.WHOLE
 
 
-async def test_gpus_with_different_quotas_are_told_in_full_and_not_by_name(stage: Stage) -> None:
+async def test_gpus_with_different_quotas_come_by_name_like_all_others(stage: Stage) -> None:
     pod = stage.pod("a", a_container("main", 2), allocation=f"{QUARTER}{HALF};")
     grant = await stage.side.resource.allocate([f"{GPU}#0", f"{OTHER}#0"])
-    assert set(stage.slices()) == {slice_of(pod), f"{slice_of(pod)}.1"}
-    assert grant.cdi_devices == ()
-    assert dict(grant.environment)["ROCR_VISIBLE_DEVICES"] == f"{GPU},{OTHER}"
-    assert dict(grant.environment)["HIP_DEVICE_MEMORY_LIMIT_1"] == "32768m"
-    assert "HIP_DEVICE_MEMORY_LIMIT" not in dict(grant.environment)
+    names = (slice_of(pod), f"{slice_of(pod)}.1")
+    assert tuple(stage.slices()) == names
+    # So the hook comes along, and what rests on it: images.policy, hook.required, the kernel's cap.
+    assert grant.cdi_devices == tuple(f"amdvgpu.io/slice={name}" for name in names)
+    told = dict((*grant.environment, *grant.added_environment))
+    assert told["ROCR_VISIBLE_DEVICES"] == f"{GPU},{OTHER}"
+    assert told["HIP_DEVICE_MEMORY_LIMIT_1"] == "32768m"
+    assert "HIP_DEVICE_MEMORY_LIMIT" not in told
+    assert {item.request.together for item in stage.node.view().book.slices.values()} == {names}
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -76,6 +77,32 @@ def test_two_slices_of_one_container_add_up_and_bring_no_variable_that_is_wrong_
     assert {"/run/amdvgpu", "/run/amdvgpu/alice", "/run/amdvgpu/bob/ledger"} <= set(paths)
     assert grant.mounts[0].host_path.endswith("places-alice+bob")
     assert [node.container_path for node in grant.nodes] == ["/dev/kfd", "/dev/dri/renderD128", "/dev/dri/renderD136"]
+
+
+def test_slices_that_are_made_for_one_container_each_tell_the_variables_of_all(
+    inventory: Inventory, tmp_path: Path
+) -> None:
+    cdi = CdiFile(tmp_path, run_dir=tmp_path, library=Path("/usr/lib/amdvgpu/libamdvgpu.so"))
+    both = (SliceName("pod-u.0"), SliceName("pod-u.0.1"))
+    first, second = (a_slice(name, on, inventory) for name, on in zip(both, ("1", "0"), strict=True))
+    second = replace(second, shares=(replace(second.shares[0], vram_bytes=GIB),))
+    items = [replace(item, request=replace(item.request, together=both)) for item in (first, second)]
+    told = {
+        "AMDVGPU_SLICE": "pod-u.0,pod-u.0.1",
+        "ROCR_VISIBLE_DEVICES": "GPU-00000000abcd0000,GPU-00000000abcd0001",
+        "HSA_CU_MASK": "0:0-63;1:0-63",
+        "HIP_DEVICE_MEMORY_LIMIT_0": "1024m",  # as the container counts GPUs, not as its slices are named
+        "HIP_DEVICE_MEMORY_LIMIT_1": "49152m",
+    }
+    grant = grant_of(items, cdi.render(items, inventory), places)
+    assert (grant.cdi_devices, dict(grant.environment)) == (tuple(f"amdvgpu.io/slice={name}" for name in both), told)
+    # In the file too, whichever of them was there first: a runtime lets the last one win.
+    for slices in (items[:1], items):
+        cdi.publish(slices, inventory)
+    devices = json.loads(cdi.path.read_text())["devices"]
+    for device in devices:
+        assert dict(entry.split("=", 1) for entry in device["containerEdits"]["env"]) == told
+    assert [device["name"] for device in devices] == list(both)
 
 
 def test_on_a_simulated_node_the_emulator_comes_along(inventory: Inventory, tmp_path: Path) -> None:
