@@ -164,8 +164,8 @@ async def main():
     add(CARD)
     path = b"/sys/devices/pci0000:00/0000:05:00.0/drm/card1"
     library.umockdev_testbed_uevent(testbed, path, b"change")
+    # And no umockdev_testbed_remove_device: nobody looks here, and from 0.18.4 on it sends a "remove" itself.
     library.umockdev_testbed_uevent(testbed, path, b"remove")
-    library.umockdev_testbed_remove_device(testbed, path)
     async with asyncio.timeout(30):
         while not scans:
             await asyncio.sleep(0.01)
@@ -181,6 +181,5 @@ def test_a_card_that_comes_changes_and_goes_is_heard_and_is_one_scan() -> None:
         ["umockdev-wrapper", sys.executable, "-c", TESTBED], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
-    (added, changed, removed), scans = json.loads(done.stdout)
-    assert (added, changed, removed[:2], scans) == (["drm", "add", 1], ["drm", "change", 1], ["drm", "remove"], 1)
-    assert removed[2] in (1, 2)  # Debian 13's umockdev makes two of it, Debian 12's one (both seen)
+    seen, scans = json.loads(done.stdout)
+    assert (seen, scans) == ([["drm", "add", 1], ["drm", "change", 1], ["drm", "remove", 1]], 1)
