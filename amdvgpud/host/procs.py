@@ -50,11 +50,6 @@ def cgroup_of(pid: int, proc: Path = Path("/proc")) -> str | None:
     return None
 
 
-def slice_of(pid: int, slices: Path, proc: Path = Path("/proc")) -> Belonging:
-    """Which slices of the directory ``slices`` the process is in; see :class:`SliceMounts`, which is for many."""
-    return SliceMounts.look(slices, proc).of(pid)
-
-
 @dataclass(frozen=True, slots=True)
 class SliceMounts:
     """Tells by its mounts which slice a process is in. Made by one look at our own, good for a round of questions.

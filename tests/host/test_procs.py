@@ -14,7 +14,7 @@ import pytest
 
 from amdvgpud.core.model import Holder, SliceName
 from amdvgpud.core.truth import Belonging
-from amdvgpud.host.procs import SliceMounts, cgroup_of, process_alive, slice_of, start_ticks
+from amdvgpud.host.procs import SliceMounts, cgroup_of, process_alive, start_ticks
 
 
 def test_we_are_alive_and_somebody_with_our_pid_is_not_us() -> None:
@@ -93,7 +93,7 @@ def test_a_process_is_in_the_slice_whose_files_are_mounted_at_its_place(
     slices: Path, commands: str, expected: tuple[str, ...]
 ) -> None:
     with unshared(commands.format(shlex.quote(str(slices)))) as pid:
-        assert slice_of(pid, slices) == Belonging(tuple(SliceName(n) for n in expected))
+        assert SliceMounts.look(slices).of(pid) == Belonging(tuple(SliceName(n) for n in expected))
 
 
 @pytest.mark.root
@@ -102,14 +102,14 @@ def test_a_former_slice_of_the_same_name_is_another_one(slices: Path) -> None:
         (slices / "alice").rename(slices / ".old-alice")
         (slices / ".old-alice" / "guest").rmdir()
         (slices / "alice" / "guest").mkdir(parents=True)
-        assert slice_of(pid, slices) == Belonging()
+        assert SliceMounts.look(slices).of(pid) == Belonging()
 
 
 @pytest.mark.root
 def test_a_slice_without_a_file_system_of_its_own_is_told_by_its_path(tmp_path: Path) -> None:
     (tmp_path / "slices" / "alice" / "guest").mkdir(parents=True)
     with unshared(f"mount --bind {tmp_path}/slices/alice/guest alice") as pid:
-        assert slice_of(pid, tmp_path / "slices") == Belonging((SliceName("alice"),))
+        assert SliceMounts.look(tmp_path / "slices").of(pid) == Belonging((SliceName("alice"),))
 
 
 @pytest.mark.root
@@ -125,14 +125,14 @@ def test_what_the_whole_host_has_mounted_puts_nobody_into_a_slice(slices: Path, 
 def test_the_environment_claims_and_does_not_prove(slices: Path) -> None:
     claim = {"AMDVGPU_SLICE_DIR": f"{slices}/bob/guest"}
     with unshared(f"mount --bind {shlex.quote(str(slices))}/alice/guest alice", claim) as pid:
-        assert slice_of(pid, slices) == Belonging((SliceName("alice"),), (SliceName("bob"),))
+        assert SliceMounts.look(slices).of(pid) == Belonging((SliceName("alice"),), (SliceName("bob"),))
     with unshared("true", {"AMDVGPU_SLICE_DIR": f"{slices}/../bob/guest"}) as pid:
-        assert slice_of(pid, slices) == Belonging()
+        assert SliceMounts.look(slices).of(pid) == Belonging()
 
 
 @pytest.mark.root
 def test_a_process_that_is_not_there_is_in_no_slice_and_in_no_cgroup(slices: Path) -> None:
-    assert slice_of(2**22 + 1, slices) == Belonging()
+    assert SliceMounts.look(slices).of(2**22 + 1) == Belonging()
     assert cgroup_of(2**22 + 1) is None
 
 
