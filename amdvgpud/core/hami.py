@@ -209,7 +209,9 @@ def with_missing(now: Sequence[Offer], before: Sequence[Offer], inventory: Inven
 
     A Partition that is gone because its GPU is cut anew is left out: nobody can come back to it.
     """
-    here = {str(gpu.id) for gpu in inventory.gpus} | {offer.id for offer in now}
+    here = {offer.id for offer in now}
+    for gpu in inventory.gpus:
+        here |= {str(gpu.id), gpu.smi_uuid or "", gpu.pci_address}
     gone = [
         replace(offer, health=False)
         for offer in before
@@ -240,6 +242,39 @@ def parse_registration(text: str) -> list[dict[str, object]]:
     except (ValueError, RecursionError):
         return []
     return [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
+
+
+def parse_offers(text: str) -> tuple[Offer, ...]:
+    """The offers of a registration, whoever wrote it; what cannot be one is left out. Of what it has offered before, a
+    daemon that starts has no other memory.
+
+    ``partition`` is none that there is, but tells :func:`with_missing` the GPU.
+    """
+    found: dict[str, Offer] = {}
+    for each in parse_registration(text):
+        try:
+            facts = dict(each.get("custominfo") or {})  # type: ignore[call-overload]
+            name = str(each.get("id", ""))
+            # The id of a Partition does not name its GPU; where that sits does.
+            parent = facts.get("pciBDF", name.partition("#")[0]) if "#" in name else name
+            numbers = [int(each.get(key, 0)) for key in ("index", "count", "devmem", "devcore", "numa")]  # type: ignore[call-overload]
+            index, count, devmem, devcore, numa = numbers
+            found[name] = Offer(
+                name,
+                index,
+                count,
+                devmem,
+                devcore,
+                str(each.get("type", "")),
+                numa,
+                str(each.get("mode", "")),
+                each.get("health") is True,
+                facts,
+                PartitionId(f"{parent}/0"),
+            )
+        except (ValueError, TypeError, OverflowError):
+            continue
+    return tuple(found.values())
 
 
 def format_withdrawn(text: str) -> str:

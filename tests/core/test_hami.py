@@ -20,6 +20,7 @@ from amdvgpud.core.model import (
     ComputePolicy,
     CuLayout,
     CuSet,
+    Gpu,
     Inventory,
     PartitionId,
     Priority,
@@ -173,6 +174,54 @@ def test_a_partition_that_went_because_its_gpu_is_cut_anew_is_left_out() -> None
     before, now = Inventory((in_mode(ONE, "CPX"),)), Inventory((in_mode(ONE, "DPX"),))
     kept = hami.with_missing(offers(now, mode=Mode.PARTITION), offers(before, mode=Mode.PARTITION), now)
     assert [o.id for o in kept] == [f"{ONE.id}-{i}#dpx" for i in range(2)]
+
+
+def test_a_registration_is_read_back_as_it_was_written() -> None:
+    for mode, inventory in (
+        (Mode.CU, an_inventory()),
+        (Mode.PARTITION, Inventory((in_mode(ONE, "CPX"), TWO))),
+    ):
+        text = hami.format_registration(offers(inventory, mode=mode))
+        assert hami.format_registration(hami.parse_offers(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("mode", "before", "now", "kept"),
+    [
+        (Mode.CU, (ONE, TWO), (TWO,), [TWO.id, ONE.id]),
+        (Mode.CU, (ONE, TWO), (ONE, TWO), [ONE.id, TWO.id]),
+        (Mode.CU, (), (TWO,), [TWO.id]),
+        (Mode.PARTITION, (ONE,), (in_mode(ONE, "DPX"),), [f"{ONE.id}-0#dpx", f"{ONE.id}-1#dpx"]),
+        (Mode.PARTITION, (in_mode(ONE, "DPX"), TWO), (TWO,), [f"{TWO.id}#spx", f"{ONE.id}-0#dpx", f"{ONE.id}-1#dpx"]),
+    ],
+    ids=["one has gone", "all are there", "the first start", "cut anew", "one that was cut has gone"],
+)
+def test_what_an_earlier_start_has_registered_is_known_as_what_this_one_has(
+    mode: Mode, before: tuple[Gpu, ...], now: tuple[Gpu, ...], kept: list[str]
+) -> None:
+    text = hami.format_registration(offers(Inventory(before), mode=mode))
+    found = hami.with_missing(offers(Inventory(now), mode=mode), hami.parse_offers(text), Inventory(now))
+    assert [(o.id, o.health) for o in found] == [
+        (each, i < len(offers(Inventory(now), mode=mode))) for i, each in enumerate(kept)
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "nonsense",
+        "{}",
+        "[[]]",
+        '[{"id":"a"}]',
+        '[{"id":"a:b","type":"AMD"}]',
+        '[{"id":"a","type":"AMD","count":-1}]',
+        '[{"id":"a","type":"AMD","devmem":Infinity}]',
+        '[{"id":"a","type":"AMD","custominfo":7}]',
+    ],
+)
+def test_what_is_no_registration_is_remembered_as_nothing(text: str) -> None:
+    assert hami.parse_offers(text) == ()
 
 
 def test_what_others_than_pods_were_promised_is_not_dealt_out_by_the_scheduler() -> None:

@@ -127,18 +127,17 @@ class HamiSide:
         """One look: the annotation is made to say what is so, whoever changed it; a lock that nobody needs goes."""
         cluster = await self._api.get_node(self._settings.cluster_node)
         if not self.known.is_set():
+            # What an earlier start has offered and is gone: left out it would not be withdrawn, the scheduler goes on.
+            self._offered = hami.parse_offers(cluster.annotations.get(hami.REGISTRATION, ""))
             await self._learn_mode(cluster)
         view = self._node.view()
-        said = text = self._registration(view)
-        if not self._offered:
-            # An empty list, or none, withdraws nothing while the kubelet still counts devices of an earlier start.
-            text = hami.format_withdrawn(cluster.annotations.get(hami.REGISTRATION, "[]"))
+        text = self._registration(view)
         now_s = self._now_s()
         if cluster.annotations.get(hami.REGISTRATION) != text or _age_s(cluster, now_s) > HEARTBEAT_S:
             notes = {hami.REGISTRATION: text, hami.REGISTERED_AT: _rfc3339(now_s)}
             await self._api.patch_node(self._settings.cluster_node, annotations=notes)
             log.info("HAMi's scheduler was told of %d GPUs or partitions.", len(self._offered))
-        self._said = said
+        self._said = text
         await self._tell_health(view)
         await self._lock.release_if_stuck(cluster)
 

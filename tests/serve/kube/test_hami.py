@@ -103,6 +103,19 @@ async def test_a_node_whose_gpus_have_all_gone_says_so_of_what_it_had_registered
     await stage.close()
 
 
+async def test_a_gpu_that_went_while_the_daemon_was_away_is_registered_without_health() -> None:
+    stage = await Stage.of()
+    await stage.side.keep()
+    after = await stage.restarted()
+    after.sysfs.inventory = Inventory((a_gpu(0),))
+    await after.node.rescan()
+    await after.side.keep()
+    assert _health(after) == [True, False]
+    devices = {d.id.rpartition("#")[0]: d.healthy for d in after.side.resource.devices(after.node.view())}
+    assert devices == {GPU: True, OTHER: False}
+    await stage.close()
+
+
 async def test_a_stop_for_good_leaves_the_gpus_registered_and_none_healthy(stage: Stage) -> None:
     await withdraw(stage.client, HERE)
     assert _health(stage) == [False, False]
