@@ -131,7 +131,7 @@ def assemble(settings: Settings) -> Parts:
             log.info("Simulated machine %s written to %s.", settings.simulate, root)
         simulated = SimulatedDevices(root, _packaged("libsoftkfd.so"))
     gate = _gate(settings)
-    caps = DmemCaps(TreeFiles(), delegate=settings.dmem_delegate) if settings.dmem_enabled else None
+    caps = DmemCaps(TreeFiles(), delegate=settings.dmem_delegate)
     sysfs = (CheckedSysfs if settings.amdsmi else SysfsReader)(root)
     metrics = Metrics(
         sysfs,
@@ -150,7 +150,7 @@ def assemble(settings: Settings) -> Parts:
         kind=settings.cdi_kind,
         card_nodes=settings.cdi_card_nodes,
         version_limit=settings.cdi_version_limit or None,
-        hook=hook_call(settings, caps),
+        hook=hook_call(settings, caps if settings.dmem_enabled else None),
     )
     whole = WithPartitions(
         cdi,
@@ -217,7 +217,7 @@ def assemble(settings: Settings) -> Parts:
     )
 
 
-def _containers(settings: Settings, node: Node, caps: DmemCaps | None) -> tuple[Containers, ReportSocket]:
+def _containers(settings: Settings, node: Node, caps: DmemCaps) -> tuple[Containers, ReportSocket]:
     processes = ProcContainers(settings.run_dir / "slices")
     containers = Containers(
         node,
@@ -225,6 +225,7 @@ def _containers(settings: Settings, node: Node, caps: DmemCaps | None) -> tuple[
         ContainerRecord(settings.run_dir / "containers.json"),
         Images(GATE_IN_CONTAINER),
         caps,
+        capping=settings.dmem_enabled,
         policy=ImagePolicy(settings.images_policy),
         allowance_bytes=settings.dmem_allowance_bytes,
         now_s=time.time,

@@ -15,15 +15,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from typing import Final, Protocol
 
-from amdvgpud.core.caps import capped_cgroup, wanted_caps
+from amdvgpud.core.caps import capped_cgroup, quotas, wanted_caps
 from amdvgpud.core.containers import NOT_LOOKED_INTO, Container, Report, Sighting, disbelief
 from amdvgpud.core.image import Verdict
-from amdvgpud.core.model import SliceName
+from amdvgpud.core.model import Slice, SliceName
 from amdvgpud.core.truth import needs_gate
 from amdvgpud.node import Node
 
@@ -44,6 +44,10 @@ LOOK_INTO_IMAGE_S: Final = 0.06
 
 LOOK_BEFORE_REFUSING_S: Final = 3.0
 """The same where a policy depends on it; the hook waits 5 s then, and takes no answer for a no."""
+
+
+TELL_S: Final = 0.02
+"""How long a start waits for the Node to know of the container."""
 
 
 class Processes(Protocol):
@@ -86,6 +90,10 @@ class Caps(Protocol):
         """Why nothing can be capped on this machine; None: it can."""
         ...
 
+    def adopt(self, caps: Mapping[str, Iterable[str]]) -> None:
+        """These regions, by cgroup, have caps that were set before this daemon was started."""
+        ...
+
     def apply(self, wanted: Mapping[str, Mapping[str, int]]) -> Mapping[str, str]:
         """Make these the caps in force, and lift those that were set before and are not among them.
 
@@ -101,26 +109,30 @@ class Containers:
         processes: Processes,
         record: Record,
         images: Images,
-        caps: Caps | None,
+        caps: Caps,
         *,
+        capping: bool = True,
         policy: ImagePolicy = ImagePolicy.SHOW,
         allowance_bytes: int = 0,
         now_s: Callable[[], float],
     ) -> None:
-        """``caps`` None: none are wanted. ``allowance_bytes``: what a cap has above the quotas, on each GPU."""
+        """Not ``capping``: no caps are wanted. ``allowance_bytes``: what a cap has above the quotas, on each GPU."""
         self._node = node
         self._processes = processes
         self._record = record
         self._images = images
         self._caps = caps
+        self._capping = capping
         self._policy = policy
         self._allowance_bytes = allowance_bytes
         self._now_s = now_s
         self._all: dict[tuple[SliceName, str], Container] = {}
-        self._told = True
-        """What the Node and the record say is what we have; false too after an attempt that failed."""
+        """Also those whose slice was deleted under them: they keep the cap, as they keep the mounted limits."""
+        self._told: tuple[tuple[Container, ...], ...] = ((), ())
+        """What the Node has (those whose slice is there) and what the record has, after the last that succeeded."""
         self._watched: dict[tuple[SliceName, str], int] = {}
         self._changing = asyncio.Lock()
+        self._telling = asyncio.Lock()
         self._looks: set[asyncio.Task[None]] = set()
 
     # --------------------------------------------------------------------------------------------------- lifetime
@@ -128,6 +140,7 @@ class Containers:
     async def start(self) -> None:
         """Find again what ran before. After the Node's own start: leases of containers that are gone end here."""
         self._all = {(c.slice, c.id): c for c in await asyncio.to_thread(self._record.load)}
+        self._caps.adopt({cgroup: caps.keys() for cgroup, caps in wanted_caps(self._all.values(), 0).items()})
         await self.find()
         if self._all:
             log.info("Found again after a start: %d containers that have slices.", len(self._all))
@@ -141,22 +154,19 @@ class Containers:
                 async with self._changing:
                     if container.slice in self._node.view().book.slices:
                         self._all.setdefault((container.slice, container.id), container)
-                        self._told = False
         await self.look()
 
     async def look(self) -> None:
         """Once a period, and when one has ended: forget those that are gone, put caps right."""
         async with self._changing:
             before = self._all
-            slices = self._node.view().book.slices
 
             def gone() -> list[tuple[SliceName, str]]:
                 return [key for key, c in before.items() if not self._processes.alive(c.pid, c.start_ticks)]
 
             ended = set(await asyncio.to_thread(gone))
-            # A slice of that name which was made later is another one.
-            ended |= {k for k, c in before.items() if c.slice not in slices or slices[c.slice].created_s > c.since_s}
             await self._become({key: c for key, c in before.items() if key not in ended})
+        await self._tell()
 
     def close(self) -> None:
         loop = asyncio.get_running_loop()
@@ -191,6 +201,8 @@ class Containers:
             refusal = self._refusal(container)
             if refusal is not None:
                 await self._become({k: c for k, c in self._all.items() if k != key})
+        # The runtime waits, and the Node may be at work on something that takes seconds: it is told in any case.
+        await asyncio.wait({self._soon(self._tell())}, timeout=TELL_S)
         if refusal is not None:
             log.warning("%s: %s", container.slice, refusal)
         elif gate.fits is False:
@@ -239,43 +251,55 @@ class Containers:
     # ----------------------------------------------------------------------------------------------------- acting
 
     def _container(self, name: SliceName, seen: Sighting, *, reported: bool) -> Container:
-        unified = next((path for path in seen.cgroups[:1] if path != "/"), None)
         return Container(
             slice=name,
             id=seen.container or "",
             pid=seen.pid,
             start_ticks=seen.start_ticks,
-            cgroup=unified,
+            cgroup=seen.unified if seen.unified != "/" else None,
             pod=seen.pod,
             since_s=self._now_s(),
             reported=reported,
         )
 
     async def _become(self, after: dict[tuple[SliceName, str], Container]) -> None:
-        """Be ``after``: caps, watches, the Node, the record. The lock is the caller's."""
-        after = await self._capped(after)
-        self._told = self._told and after == self._all
-        self._all = after
+        """Be ``after``: caps and watches. The lock is the caller's; :meth:`_tell` is to follow, without it."""
+        self._all = await self._capped(after)
         self._watch()
-        if not self._told:
+
+    async def _tell(self) -> None:
+        """Let the Node and the record have what there is by now."""
+        async with self._telling:
+            slices = self._node.view().book.slices
+            everybody = tuple(self._all.values())
+            present = tuple(c for c in everybody if _slice_of(c, slices) is not None)
+            if self._told == (present, everybody):
+                return
             by_slice: dict[SliceName, tuple[Container, ...]] = {}
-            for container in after.values():
+            for container in present:
                 by_slice[container.slice] = (*by_slice.get(container.slice, ()), container)
             await self._node.set_containers(by_slice)
-            await asyncio.to_thread(self._record.save, tuple(after.values()))
-            self._told = True
+            await asyncio.to_thread(self._record.save, everybody)
+            self._told = (present, everybody)
 
     async def _capped(
         self, containers: dict[tuple[SliceName, str], Container]
     ) -> dict[tuple[SliceName, str], Container]:
-        if self._caps is None:
-            return containers
-        view = self._node.view()
-        wanted = wanted_caps(containers.values(), view.book, view.inventory, self._allowance_bytes)
-        if not wanted and not containers and not self._all:
+        if not containers and not self._all:
             return containers
         lack = await asyncio.to_thread(self._caps.lack)
-        answers = {} if lack else await asyncio.to_thread(self._caps.apply, wanted)
+        if not self._capping:
+            if lack is None:
+                await asyncio.to_thread(self._caps.apply, {})
+            return {key: replace(c, cap=None, quotas={}) for key, c in containers.items()}
+        view = self._node.view()
+        for key, container in containers.items():
+            if (item := _slice_of(container, view.book.slices)) is not None:
+                containers[key] = replace(container, quotas=quotas(item, view.inventory))
+        answers: Mapping[str, str] = {}
+        if lack is None:
+            wanted = wanted_caps(containers.values(), self._allowance_bytes)
+            answers = await asyncio.to_thread(self._caps.apply, wanted)
 
         def answer(container: Container) -> str:
             cgroup = capped_cgroup(container)
@@ -307,12 +331,22 @@ class Containers:
         fd = self._watched.pop(key)
         asyncio.get_running_loop().remove_reader(fd)
         os.close(fd)
-        task = asyncio.get_running_loop().create_task(self._look_or_say(), name="container-ended")
+        self._soon(self.look())
+
+    def _soon(self, what: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(self._or_say(what), name="containers")
         self._looks.add(task)
         task.add_done_callback(self._looks.discard)
+        return task
 
-    async def _look_or_say(self) -> None:
+    async def _or_say(self, what: Coroutine[None, None, None]) -> None:
         try:
-            await self.look()
+            await what
         except Exception as error:
-            log.warning("A container has ended, and what follows is left to the next look: %s", error)
+            log.warning("A container has begun or ended, and what follows is left to the next look: %s", error)
+
+
+def _slice_of(container: Container, slices: Mapping[SliceName, Slice]) -> Slice | None:
+    """The slice that it has, if that is there still: one of the name that was made later is another one."""
+    item = slices.get(container.slice)
+    return None if item is None or item.created_s > container.since_s else item

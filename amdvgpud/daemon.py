@@ -215,6 +215,12 @@ class Daemon:
             await self._look_again()
             await self._find_containers()
 
+    async def _look_at_containers(self) -> None:
+        try:
+            await self._parts.containers.look()
+        except (AmdvgpuError, OSError) as error:
+            log.warning("A look at containers failed, the next one is due in %g s: %s", self._settings.tick_s, error)
+
     async def _find_containers(self) -> None:
         try:
             await self._parts.containers.find()
@@ -246,6 +252,7 @@ class Daemon:
         except (AmdvgpuError, OSError) as error:
             log.warning("A scan of the machine failed, the next one is due in %g s: %s", self._settings.rescan_s, error)
         self._parts.kfd.refresh()
+        await self._look_at_containers()  # a GPU that came back has no caps
         await self._pulse()
 
     async def _pulses(self) -> None:

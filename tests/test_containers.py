@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -40,7 +41,8 @@ class StillProcesses:
     ends: dict[int, int] = field(default_factory=dict)
 
     def add(self, pid: int, identity: str, *slices: SliceName) -> Sighting:
-        self.there[pid] = Sighting(pid, pid * 10, frozenset({0}), slices, (f"{scope(identity)}/container",))
+        cgroup = f"{scope(identity)}/container"
+        self.there[pid] = Sighting(pid, pid * 10, frozenset({0}), slices, (cgroup,), cgroup)
         return self.there[pid]
 
     def end(self, pid: int) -> None:
@@ -88,9 +90,13 @@ class StillCaps:
     lacking: str | None = None
     refusing: str = ""
     in_force: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    adopted: Mapping[str, set[str]] = field(default_factory=dict)
 
     def lack(self) -> str | None:
         return self.lacking
+
+    def adopt(self, caps: Mapping[str, Iterable[str]]) -> None:
+        self.adopted = {cgroup: set(regions) for cgroup, regions in caps.items()}
 
     def apply(self, wanted: Mapping[str, Mapping[str, int]]) -> Mapping[str, str]:
         self.in_force = wanted
@@ -106,6 +112,7 @@ class Scene:
     journal: MemoryJournal = field(default_factory=MemoryJournal)
     now_s: float = 1000.0
     policy: ImagePolicy = ImagePolicy.SHOW
+    capping: bool = True
 
     async def start(self) -> None:
         """Again: a daemon that was started anew."""
@@ -124,6 +131,7 @@ class Scene:
             self.record,
             self.images,
             self.caps,
+            capping=self.capping,
             policy=self.policy,
             allowance_bytes=1000,
             now_s=lambda: self.now_s,
@@ -245,6 +253,63 @@ async def test_a_resized_slice_has_another_cap_at_the_next_look(scene: Scene) ->
     await scene.node.resize_slice(ALICE, 4 * GIB)
     await scene.containers.look()
     assert scene.caps.in_force == {scope(ID): {REGION: 4 * GIB + 1000}}
+
+
+async def test_the_cap_of_a_container_that_runs_outlives_its_slice_and_the_daemon(scene: Scene) -> None:
+    cap = {scope(ID): {REGION: 8 * GIB + 1000}}
+    await scene.begin(7, ID, ALICE)
+    await scene.node.delete_slice(ALICE, force=True)
+    await scene.containers.look()
+    assert (scene.who(), scene.caps.in_force) == ([], cap)
+    scene.containers.close()
+    await scene.start()
+    assert scene.caps.in_force == cap
+    scene.now_s += 10
+    await scene.slice(ALICE, vram_gib=2)  # another one of the name
+    await scene.containers.look()
+    assert (scene.who(), scene.caps.in_force) == ([], cap)
+    scene.processes.end(7)
+    await scene.containers.look()
+    assert scene.caps.in_force == {}
+
+
+async def test_on_cgroup_v1_there_is_nothing_to_cap(scene: Scene) -> None:
+    """Its paths name the container, and lead nowhere in the tree that has the controller."""
+    seen = scene.processes.add(7, ID, ALICE)
+    scene.processes.there[7] = replace(seen, unified=None)
+    assert await scene.report("start", 7, ID, ALICE) is None
+    assert [(c.id, c.cgroup, c.cap) for c in scene.node.view().containers[ALICE]] == [
+        (ID, None, "it has no cgroup of its own")
+    ]
+
+
+async def test_caps_that_are_not_wanted_any_more_are_lifted_after_a_restart(scene: Scene) -> None:
+    await scene.begin(7, ID, ALICE)
+    scene.containers.close()
+    scene.capping = False
+    await scene.start()
+    assert scene.caps.adopted == {scope(ID): {REGION}}
+    assert scene.caps.in_force == {}
+    assert [c.cap for c in scene.node.view().containers[ALICE]] == [None]
+
+
+async def test_a_start_does_not_wait_for_a_node_that_is_at_work(scene: Scene) -> None:
+    """A partition switch takes seconds; the cap is there before the answer, and the Node hears of it afterwards."""
+    working = asyncio.Event()
+
+    async def at_work() -> None:
+        await working.wait()
+
+    change = asyncio.create_task(scene.node._change(at_work()))
+    await asyncio.sleep(0)
+    async with asyncio.timeout(20):
+        assert await scene.begin(7, ID, ALICE) is None
+    assert (scene.who(), list(scene.caps.in_force)) == ([], [scope(ID)])
+    working.set()
+    await change
+    async with asyncio.timeout(20):
+        while not scene.who():
+            await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from amdvgpud.core.containers import Container, container_of
-from amdvgpud.core.model import Book, Inventory
+from amdvgpud.core.model import Inventory, Slice
 
 
 def region_of(pci_address: str) -> str:
@@ -32,23 +32,28 @@ def capped_cgroup(container: Container) -> str | None:
     return None
 
 
-def wanted_caps(
-    containers: Iterable[Container], book: Book, inventory: Inventory, allowance_bytes: int
-) -> Mapping[str, Mapping[str, int]]:
+def quotas(item: Slice, inventory: Inventory) -> dict[str, int]:
+    """Bytes by region that ``item`` may have; nothing for a GPU that is not there."""
+    found: dict[str, int] = {}
+    for share in item.shares:
+        partition = inventory.partition(share.partition)
+        gpu = None if partition is None else inventory.gpu(partition.gpu)
+        if gpu is not None:
+            region = region_of(gpu.pci_address)
+            found[region] = found.get(region, 0) + share.vram_bytes
+    return found
+
+
+def wanted_caps(containers: Iterable[Container], allowance_bytes: int) -> Mapping[str, Mapping[str, int]]:
     """Bytes by region, by cgroup: of all slices that a container has, summed, and the allowance once a region."""
     wanted: dict[str, dict[str, int]] = {}
     counted: set[tuple[str, str]] = set()
     for container in containers:
-        cgroup, item = capped_cgroup(container), book.slices.get(container.slice)
-        if cgroup is None or item is None or (cgroup, container.slice) in counted:
+        cgroup = capped_cgroup(container)
+        if cgroup is None or not container.quotas or (cgroup, container.slice) in counted:
             continue
         counted.add((cgroup, container.slice))
-        for share in item.shares:
-            partition = inventory.partition(share.partition)
-            gpu = None if partition is None else inventory.gpu(partition.gpu)
-            if gpu is None:
-                continue
-            regions = wanted.setdefault(cgroup, {})
-            region = region_of(gpu.pci_address)
-            regions[region] = regions.get(region, allowance_bytes) + share.vram_bytes
+        regions = wanted.setdefault(cgroup, {})
+        for region, quota_bytes in container.quotas.items():
+            regions[region] = regions.get(region, allowance_bytes) + quota_bytes
     return wanted

@@ -8,7 +8,8 @@ documentation, with the systemd and the cgroupfs driver); the kubelet's ``kubepo
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from amdvgpud.core.image import Verdict
@@ -63,6 +64,8 @@ class Sighting:
     """Shown by its mounts."""
     cgroups: tuple[str, ...]
     """Its paths in all hierarchies; the v2 one first."""
+    unified: str | None
+    """The v2 one; None where the machine has no such hierarchy."""
 
     @property
     def container(self) -> str | None:
@@ -92,6 +95,8 @@ class Container:
     """Whether the gate gets into its first program."""
     cap: str | None = None
     """Why the kernel does not cap its VRAM; empty: it does. None: not tried."""
+    quotas: Mapping[str, int] = field(default_factory=dict, hash=False)
+    """What of its cgroup's cap is this slice's: bytes by region. A slice that is deleted under it leaves them here."""
 
 
 def disbelief(report: Report, seen: Sighting | None) -> str | None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Final, Protocol
 
@@ -72,6 +72,10 @@ class DmemCaps:
         if "dmem" not in controllers:
             return "this kernel has no dmem controller (Linux 6.14 and later with CONFIG_CGROUP_DMEM)"
         return None
+
+    def adopt(self, caps: Mapping[str, Iterable[str]]) -> None:
+        """Of a daemon before this one, by its record: lifted when they are not wanted, as our own are."""
+        self._set = {cgroup: frozenset(regions) for cgroup, regions in caps.items()}
 
     def apply(self, wanted: Mapping[str, Mapping[str, int]]) -> Mapping[str, str]:
         """Make ``wanted`` (bytes by region, by cgroup) the caps in force, and lift those of ours that are not wanted.

@@ -81,7 +81,7 @@ class ProcContainers:
         if ticks is None:
             return None
         slices = mounts.of(pid).slices
-        seen = Sighting(pid, ticks, self._uids(pid), slices, self._cgroups(pid))
+        seen = Sighting(pid, ticks, self._uids(pid), slices, self._cgroups(pid), cgroup_of(pid, self._proc))
         return seen if start_ticks(pid, self._proc) == ticks else None
 
     def _uids(self, pid: int) -> frozenset[int]:

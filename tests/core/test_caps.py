@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from amdvgpud.core.caps import capped_cgroup, wanted_caps
+from amdvgpud.core.caps import capped_cgroup, quotas, wanted_caps
 from amdvgpud.core.containers import Container
-from amdvgpud.core.model import Book, Compute, Request, Slice, SliceName, slice_name
+from amdvgpud.core.model import Book, Compute, Inventory, Request, Slice, SliceName, slice_name
 from amdvgpud.core.plan import place
 from tests.fakes import GIB, an_inventory
 
@@ -27,6 +27,12 @@ def book(**vram_gib: int) -> Book:
     return made
 
 
+def having(containers: list[Container], of: Book, inventory: Inventory | None = None) -> list[Container]:
+    """Each with its quotas, if its slice is there."""
+    there = inventory or an_inventory()
+    return [replace(c, quotas=quotas(of.slices[c.slice], there)) if c.slice in of.slices else c for c in containers]
+
+
 def test_the_cap_goes_on_the_topmost_cgroup_that_is_the_containers_own() -> None:
     assert capped_cgroup(C) == SCOPE
     assert capped_cgroup(replace(C, cgroup=f"/docker/{ID}")) == f"/docker/{ID}"
@@ -40,14 +46,14 @@ def test_a_cgroup_that_is_not_the_containers_own_is_not_capped() -> None:
 def test_slices_of_one_container_add_up_on_each_gpu_and_the_allowance_is_given_once() -> None:
     pair, bob = replace(C, slice=SliceName("pair")), replace(C, slice=BOB)
     first, second = (f"drm/{gpu.pci_address}/vram" for gpu in an_inventory().gpus)
-    wanted = wanted_caps([C, bob, pair], book(alice=8, bob=4, pair=2), an_inventory(), 1000)
+    wanted = wanted_caps(having([C, bob, pair], book(alice=8, bob=4, pair=2)), 1000)
     assert wanted == {SCOPE: {first: 14 * GIB + 1000, second: 2 * GIB + 1000}}
 
 
 def test_a_slice_that_is_told_twice_counts_once_and_one_that_is_gone_not_at_all() -> None:
     region = f"drm/{an_inventory().gpus[0].pci_address}/vram"
-    assert wanted_caps([C, C, replace(C, slice=BOB)], book(alice=8), an_inventory(), 0) == {SCOPE: {region: 8 * GIB}}
+    assert wanted_caps(having([C, C, replace(C, slice=BOB)], book(alice=8)), 0) == {SCOPE: {region: 8 * GIB}}
 
 
 def test_a_gpu_that_is_gone_is_not_capped() -> None:
-    assert wanted_caps([C], book(alice=8), an_inventory(0), 0) == {}
+    assert wanted_caps(having([C], book(alice=8), an_inventory(0)), 0) == {}

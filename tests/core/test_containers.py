@@ -47,7 +47,7 @@ def test_a_cgroup_names_its_container_and_its_pod(cgroup: str, container: str | 
 
 
 REPORT = Report("start", ALICE, ID, 77, "/bundle", peer_uid=0)
-SEEN = Sighting(77, 5, frozenset({0}), (ALICE,), (f"/docker/{ID}",))
+SEEN = Sighting(77, 5, frozenset({0}), (ALICE,), (f"/docker/{ID}",), f"/docker/{ID}")
 
 
 @pytest.mark.parametrize(
