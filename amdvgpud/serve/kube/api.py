@@ -360,6 +360,10 @@ class _Gone(Exception):
     """The resourceVersion is too old to resume from."""
 
 
+class _Unreadable(HostFailure):
+    """What came is no object of ours, and would not be one if it came again."""
+
+
 _T = TypeVar("_T")
 
 
@@ -462,6 +466,8 @@ class KubeApi:
                 version = None
                 reason = "the API keeps no changes that old"
             except (HostFailure, NotFound, Stale) as error:
+                if isinstance(error, _Unreadable):
+                    version = None  # resumed there, the watch would meet it again, for ever
                 reason = str(error)
             failures += 1
             if failures > 1 or version is not None:
@@ -504,7 +510,7 @@ class KubeApi:
                     *lines, rest = buffer.split(b"\n")
                     buffer = rest
                     if len(buffer) > LONGEST_LINE:
-                        raise HostFailure("the API sent a change that is longer than any object can be")
+                        raise _Unreadable("the API sent a change that is longer than any object can be")
                     for line in filter(None, lines):
                         yield _seen(bytes(line))
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
@@ -672,7 +678,7 @@ def _decoded(text: bytes, type_: type[_T]) -> _T:
     try:
         return msgspec.json.decode(text, type=type_)
     except msgspec.MsgspecError as error:
-        raise HostFailure(f"the API sent what is no {type_.__name__.lstrip('_')}: {error}") from error
+        raise _Unreadable(f"the API sent what is no {type_.__name__.lstrip('_')}: {error}") from error
 
 
 def _said(error: BaseException) -> str:

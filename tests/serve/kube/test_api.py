@@ -228,6 +228,26 @@ async def test_a_watch_whose_changes_are_forgotten_tells_all_pods_again(server: 
     await watch.aclose()  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize(
+    "nonsense", [{"metadata": 7}, {"metadata": {"annotations": {"a": "x" * 500_000}}}], ids=["odd", "endless"]
+)
+async def test_a_change_that_cannot_be_read_is_not_asked_for_again(
+    server: FakeKubeApi, api: KubeApi, nonsense: Json, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("amdvgpud.serve.kube.api.LONGEST_LINE", 10_000)
+    server.add_pod(a_pod("a"))
+    watch = api.watch_pods("n1")
+    await anext(watch)
+    server.version += 1
+    server._tell("MODIFIED", {**nonsense, "spec": {"nodeName": "n1"}})
+    server.delete_pod("default", "a")
+    async with asyncio.timeout(10):
+        assert await anext(watch) == Listed(())
+    server.add_pod(a_pod("b"))
+    assert _short(await anext(watch)) == "b Pending"
+    await watch.aclose()  # type: ignore[attr-defined]
+
+
 async def test_a_watch_that_fails_is_begun_again_ever_slower_and_said_once(
     server: FakeKubeApi, api: KubeApi, paused: Paused, caplog: pytest.LogCaptureFixture
 ) -> None:
