@@ -78,11 +78,13 @@ class Leftovers:
     def learn(self, inventory: Inventory, picture: KernelPicture) -> None:
         self._baselines = learn(self._baselines, inventory.gpus, picture)
 
-    def on(self, gpu: Gpu, partitions: Sequence[Partition], inventory: Inventory) -> str | None:
+    def on(
+        self, gpu: Gpu, partitions: Sequence[Partition], inventory: Inventory, heir: SliceName | None = None
+    ) -> str | None:
         """Blocking. Where nothing can be seen, nothing is held back: a grant does not hang on a figure."""
         picture = self._figures.read(inventory)
         everything = frozenset(p.kfd_gpu_id for p in inventory.partitions)
-        return leftovers(gpu, partitions, everything, picture, self._baselines.get(gpu.id))
+        return leftovers(gpu, partitions, everything, picture, self._baselines.get(gpu.id), heir)
 
 
 class Guard:

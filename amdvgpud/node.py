@@ -33,6 +33,7 @@ from amdvgpud.core.model import (
     LeaseId,
     PartitionId,
     Request,
+    Share,
     Slice,
     SliceName,
     Usage,
@@ -440,6 +441,7 @@ class Node:
             self._refuse_if_unfit(item)
             if (held := self._book.lease_of(slice)) is not None:
                 raise Conflict(f"slice {slice} is held by lease {held.id} ({held.holder.text or 'no name given'})")
+            await self._refuse_if_unclean(item)
             book = self._book
             if owner_uid not in (0, item.owner_uid):
                 item = replace(item, owner_uid=owner_uid, revision=book.revision + 1)
@@ -751,15 +753,28 @@ class Node:
                 raise Lingering(f"slice {request.name} wants a whole partition, and is held back: {reasons}") from error
             if request.compute.policy is not ComputePolicy.WHOLE:
                 return plan
-            inventory, found = self._inventory, len(unclean)
-            for share in plan.shares:
-                gpu, partition = self._gpu(_gpu_of(share.partition)), inventory.partition(share.partition)
-                if partition is None:
-                    continue
-                if (reason := await asyncio.to_thread(self._leftovers.on, gpu, (partition,), inventory)) is not None:
-                    unclean[gpu.id] = Health(Condition.UNKNOWN, reason)
-            if len(unclean) == found:
+            found = await self._left_on(plan.shares)
+            if found.keys() <= unclean.keys():
                 return plan
+            unclean |= {gpu: Health(Condition.UNKNOWN, reason) for gpu, reason in found.items()}
+
+    async def _left_on(self, shares: Sequence[Share], heir: SliceName | None = None) -> dict[GpuId, str]:
+        inventory, found = self._inventory, {}
+        for share in shares:
+            gpu, partition = inventory.gpu(_gpu_of(share.partition)), inventory.partition(share.partition)
+            if gpu is None or partition is None:
+                continue
+            if (reason := await asyncio.to_thread(self._leftovers.on, gpu, (partition,), inventory, heir)) is not None:
+                found[gpu.id] = reason
+        return found
+
+    async def _refuse_if_unclean(self, item: Slice) -> None:
+        """``Lingering`` for whole Partitions that are handed on while somebody else is there still."""
+        if item.request.compute.policy is ComputePolicy.WHOLE and (
+            found := await self._left_on(item.shares, item.name)
+        ):
+            reasons = "; ".join(f"{gpu}: {reason}" for gpu, reason in found.items())
+            raise Lingering(f"slice {item.name} has whole partitions, and is held back: {reasons}")
 
     def _place(self, request: Request, unclean: Mapping[GpuId, Health] = MappingProxyType({})) -> Plan:
         unfit = {gpu: verdict for gpu, verdict in self._health.items() if not verdict.placeable} | dict(unclean)

@@ -128,15 +128,20 @@ class HealthMemory(Protocol):
 class Leftovers(Protocol):
     """Looks who is on a Partition that is to be handed on as a whole."""
 
-    def on(self, gpu: Gpu, partitions: Sequence[Partition], inventory: Inventory) -> str | None:
-        """Why they cannot be handed on now, in words; None: nobody is seen there. Blocking."""
+    def on(
+        self, gpu: Gpu, partitions: Sequence[Partition], inventory: Inventory, heir: SliceName | None = None
+    ) -> str | None:
+        """Why they cannot be handed on now, in words; None: nobody is seen there, but who is in the slice ``heir``.
+        Blocking."""
         ...
 
 
 class NoLeftovers:
     """Where nobody can look: a :class:`Leftovers` that sees nothing."""
 
-    def on(self, gpu: Gpu, partitions: Sequence[Partition], inventory: Inventory) -> str | None:
+    def on(
+        self, gpu: Gpu, partitions: Sequence[Partition], inventory: Inventory, heir: SliceName | None = None
+    ) -> str | None:
         return None
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from amdvgpud.core.model import Gpu, GpuId, Partition
+from amdvgpud.core.model import Gpu, GpuId, Partition, SliceName
 from amdvgpud.core.truth import KernelPicture, KernelProcess
 
 TOLERANCE_BYTES: Final = 256 << 20
@@ -65,16 +65,22 @@ def _idle(known: Baseline | None, now_bytes: int, time_s: float) -> Baseline:
 
 
 def leftovers(
-    gpu: Gpu, partitions: Iterable[Partition], all_ids: frozenset[int], picture: KernelPicture, known: Baseline | None
+    gpu: Gpu,
+    partitions: Iterable[Partition],
+    all_ids: frozenset[int],
+    picture: KernelPicture,
+    known: Baseline | None,
+    heir: SliceName | None = None,
 ) -> str | None:
     """Why ``partitions`` of ``gpu`` cannot be handed on as a whole, in words; None: nothing was left there.
 
     Nobody should be there: a process that has VRAM on them, or was given just these (of ``all_ids``, which are the
-    KFD gpu_ids of the machine; a process of the host has all of them open and is in nobody's way by that).
+    KFD gpu_ids of the machine; a process of the host has all of them open and is in nobody's way by that). But those in
+    the slice ``heir``: they are whom it is handed on to.
     """
     places = tuple(partitions)
     own = frozenset(p.kfd_gpu_id for p in places)
-    there = [p for p in picture.processes or () if _is_there(p, own, all_ids)]
+    there = [p for p in picture.processes or () if _is_there(p, own, all_ids) and heir not in p.belonging.slices]
     reasons = []
     if there:
         held = sum(_kfd_bytes(p, places) for p in there)

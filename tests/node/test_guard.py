@@ -13,6 +13,7 @@ from amdvgpud.core.model import (
     Compute,
     ComputePolicy,
     GpuUsage,
+    Holder,
     PartitionId,
     ProcessUsage,
     Request,
@@ -290,6 +291,21 @@ async def test_a_whole_gpu_on_which_somebody_still_is_is_held_back_with_the_reas
     bench.has(replace(stranger, vram_bytes={1001: 0, 1000: 0}))  # a process of the host that only has all open
     made, _ = await bench.node.put_slice(whole("bob", "1"))
     assert made.name == "bob"
+
+
+async def test_a_whole_slice_that_is_there_already_is_handed_on_clean_too(bench: Bench) -> None:
+    await bench.node.put_slice(whole("bob", "1"))
+    stranger = KernelProcess(60, 60, 60, 0, "python3", vram_bytes={1001: 5 * MIB, 1000: 0})
+    bench.has(stranger)
+    with pytest.raises(Lingering, match=rf"bob has whole .*: KFD .* 60 \(python3\), with {5 * MIB} bytes"):
+        await bench.node.grant_lease(Holder("job"), slice=SliceName("bob"))
+    bench.has(replace(stranger, belonging=Belonging((SliceName("bob"),))))  # a container that has it already
+    await bench.node.grant_lease(Holder("job"), slice=SliceName("bob"))
+
+
+async def test_a_part_of_a_gpu_is_leased_beside_anybody(bench: Bench) -> None:
+    bench.has(rogue(MIB, inside=False))
+    await bench.node.grant_lease(Holder("job"), slice=ALICE)
 
 
 async def test_a_whole_gpu_is_taken_from_those_that_are_clean(bench: Bench) -> None:
