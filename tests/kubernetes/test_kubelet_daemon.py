@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+
+import grpc
+import pytest
 
 from tests.daemons import a_daemon, wait_for_api
 from tests.kubernetes.conftest import kubelet_options
@@ -75,6 +79,57 @@ async def test_slices_of_profiles_go_at_the_start_of_a_daemon_that_serves_no_kub
     with a_daemon(folder, "--simulate=rx9070xt", stderr=subprocess.PIPE, text=True) as process:
         await asyncio.to_thread(wait_for_api, process)
         assert list(slices.iterdir()) == []
+
+
+ONE, OTHER = "rx9070xt:unique_id=0xa1", "rx9070xt:unique_id=0xb2"
+
+
+@contextlib.contextmanager
+def serving_two(folder: Path, kubelet: Kubelet, machine: str, mode: str) -> Iterator[None]:
+    """A machine that has just started: nothing of /run is there."""
+    shutil.rmtree(folder / "run", ignore_errors=True)
+    options = (f"--simulate={machine}", "--kubelet-profiles=25c-4g=25%:4GiB", "--kubelet-delivery=nodes")
+    with a_daemon(folder, *options, *kubelet_options(kubelet, mode)):
+        yield
+    kubelet.plugins.clear()
+
+
+async def test_after_a_reboot_a_container_finds_the_files_that_it_was_told_of(folder: Path, kubelet: Kubelet) -> None:
+    with serving_two(folder, kubelet, f"{ONE},{OTHER}", "profiles"):
+        plugin = await kubelet.registered(PROFILE, within_s=30)
+        ids = plugin.healthy[:1]
+        (told,) = await plugin.allocate(ids)
+        kubelet.remember("uid", "main", PROFILE, ids, told)
+    with serving_two(folder, kubelet, f"{ONE},{OTHER}", "profiles"):
+        plugin = await kubelet.registered(PROFILE, within_s=30)
+        paths = [mount.host_path for mount in told.mounts]
+        (places,) = (path for path in paths if "places-" in path)
+        assert not Path(places).exists()
+        await plugin.pre_start(*ids)
+        assert [entry.name for entry in Path(places).iterdir()] == ids
+        assert [path for path in paths if not Path(path).exists()] == []
+
+
+@pytest.mark.parametrize(("mode", "name"), [("whole", "amd.com/gpu"), ("profiles", PROFILE)])
+async def test_a_container_does_not_start_on_the_gpu_that_has_its_nodes_after_a_reboot(
+    folder: Path, kubelet: Kubelet, mode: str, name: str
+) -> None:
+    """The render minors have changed places meanwhile, and the kubelet tells the container what it was told before."""
+    with serving_two(folder, kubelet, f"{ONE},{OTHER}", mode):
+        plugin = await kubelet.registered(name, within_s=30)
+        ids = plugin.healthy[:1]
+        (told,) = await plugin.allocate(ids)
+        kubelet.remember("uid", "main", name, ids, told)
+        await plugin.pre_start(*ids)
+    with serving_two(folder, kubelet, f"{OTHER},{ONE}", mode):
+        plugin = await kubelet.registered(name, within_s=30)
+        with pytest.raises(
+            grpc.aio.AioRpcError, match=r"renderD128, and what it was given has .*renderD129 now: make the pod anew"
+        ):
+            await plugin.pre_start(*ids)
+    with serving_two(folder, kubelet, f"{ONE},{OTHER}", mode):
+        plugin = await kubelet.registered(name, within_s=30)
+        await plugin.pre_start(*ids)
 
 
 async def test_without_a_kubelet_there_is_no_grpc_in_the_daemon() -> None:

@@ -373,6 +373,21 @@ class HamiResource:
             work.add_done_callback(self._undone)
             raise
 
+    async def again(self, ids: Sequence[str], pod_uid: str, container: str) -> Grant | None:
+        """Told without the API, which may be away while containers start again."""
+        view = self._node.view()
+        slices = [
+            item
+            for name, item in sorted(view.book.slices.items())
+            if hami.pod_uid(name) == pod_uid
+            and (lease := view.book.lease_of(name)) is not None
+            and lease.holder.text.endswith(f"/{container}")
+        ]
+        for item in slices:
+            if item.name in view.lost:
+                raise Conflict(f"slice {item.name} is lost: {view.lost[item.name]}")
+        return await asyncio.to_thread(self._deliver, slices) if slices else None
+
     def _undone(self, work: asyncio.Task[Grant]) -> None:
         self._undoing.discard(work)
         if not work.cancelled() and work.exception() is not None:

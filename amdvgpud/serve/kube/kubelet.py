@@ -23,7 +23,7 @@ import logging
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -32,11 +32,11 @@ import grpc
 import grpc.aio
 
 from amdvgpud.core.delivery import Way
-from amdvgpud.core.errors import AmdvgpuError, Conflict, Invalid, NoRoom, NotFound
+from amdvgpud.core.errors import AmdvgpuError, Conflict, HostFailure, Invalid, NoRoom, NotFound
 from amdvgpud.node import Node
 from amdvgpud.serve.kube.delivery import Delivery
 from amdvgpud.serve.kube.neighbours import Counted, Neighbours, label_of
-from amdvgpud.serve.kube.podresources import PodResources
+from amdvgpud.serve.kube.podresources import PodResources, remembered
 from amdvgpud.serve.kube.resources import Device, Grant, Resource
 from amdvgpud.serve.metrics import Metrics
 from amdvgpud.serve.pb import deviceplugin_pb2 as pb
@@ -340,8 +340,40 @@ class _Session:
         raise AssertionError("abort raises")
 
     async def _pre_start(self, request: pb.PreStartContainerRequest, context: Any) -> pb.PreStartContainerResponse:
-        """Never asked: the options say so. Answered all the same, as the service has it."""
+        """The kubelet starts a container: with what Allocate has told, which it never asks for again.
+
+        After a reboot, or a reload of the driver, that may name another's GPU, or files that are not there any more:
+        then files are made anew and the container waits, with a sentence, where what was told is not so any more.
+        """
+        ids = list(request.devices_ids)
+        try:
+            await self._let_start(ids)
+        except AmdvgpuError as error:
+            log.warning("%s: a container with %s does not start: %s", self._name, ", ".join(ids), error)
+            await context.abort(_code(error), f"amdvgpud: {error}")
         return pb.PreStartContainerResponse()
+
+    async def _let_start(self, ids: Sequence[str]) -> None:
+        """``AmdvgpuError``: the container that has ``ids`` must not start.
+
+        The kubelet does not say which container it is; its checkpoint does, and what it was told. Where that does not,
+        the container starts: it is most likely right, and would be nobody's to mend.
+        """
+        try:
+            every = await asyncio.to_thread(remembered, self._settings.dir)
+        except HostFailure as error:
+            log.warning("%s: nobody knows what the container with %s was told: %s", self._name, ", ".join(ids), error)
+            return
+        told = [entry for entry in every if entry.resource == self._name and set(entry.ids) == set(ids)]
+        if not told:
+            log.warning("%s: the kubelet's checkpoint has no container with %s", self._name, ", ".join(ids))
+        for entry in told:  # an init container, whose devices go to one behind it, has an entry too
+            grant = await self._resource_of(self._name).again(ids, entry.pod_uid, entry.container)
+            if grant is None or not entry.answer:
+                continue
+            answer = pb.ContainerAllocateResponse.FromString(entry.answer)
+            if (why := await asyncio.to_thread(outdated, answer, grant)) is not None:
+                raise Conflict(f"container {entry.container}: {why}")
 
 
 # ------------------------------------------------------------------------------------------------------- messages
@@ -365,8 +397,32 @@ def answer_of(grant: Grant, delivery: Way) -> pb.ContainerAllocateResponse:
     )
 
 
+def outdated(told: pb.ContainerAllocateResponse, grant: Grant) -> str | None:
+    """Why a container must not start with what it was ``told`` where it would get ``grant`` now; None: it may.
+
+    Names of CDI are resolved at each start, so they are right or unknown to the runtime. Blocking.
+    """
+    was, now = _nodes((*told.devices, *told.mounts)), _nodes((*grant.nodes, *grant.mounts))
+    if was - now:
+        return (
+            f"the kubelet starts it with {', '.join(sorted(was - now))}, and what it was given has "
+            f"{', '.join(sorted(now - was)) or 'none of these'} now: make the pod anew, or use kubelet.delivery = cdi, "
+            "by which this follows"
+        )
+    there = {mount.host_path for mount in (*grant.mounts, *grant.added_mounts)}
+    gone = [m.host_path for m in told.mounts if m.host_path not in there and not Path(m.host_path).exists()]
+    if gone:
+        return f"the kubelet starts it with {', '.join(gone)}, which is no more: make the pod anew"
+    return None
+
+
+def _nodes(entries: Iterable[Any]) -> set[str]:
+    """On the host. A simulated machine has files for device nodes, and these are mounted."""
+    return {entry.host_path for entry in entries if entry.container_path.startswith("/dev/")}
+
+
 def _options() -> pb.DevicePluginOptions:
-    return pb.DevicePluginOptions(pre_start_required=False, get_preferred_allocation_available=True)
+    return pb.DevicePluginOptions(pre_start_required=True, get_preferred_allocation_available=True)
 
 
 def _device(device: Device) -> pb.Device:

@@ -28,7 +28,7 @@ from typing import Any, Final
 from amdvgpud.core.errors import AmdvgpuError, Conflict, NotFound
 from amdvgpud.core.model import Holder, Lease, LeaseId, Request, Slice, SliceName
 from amdvgpud.node import Node, NodeView
-from amdvgpud.serve.kube.podresources import CheckpointEntry, PodResources, read_checkpoint
+from amdvgpud.serve.kube.podresources import CheckpointEntry, PodResources, remembered
 from amdvgpud.serve.kube.resources import Grant, patiently
 
 log = logging.getLogger(__name__)
@@ -109,19 +109,29 @@ class KubeletLeases:
         else holds a slice or is in it, or it is lost; else as :meth:`Node.grant_lease`. What fails has taken nothing.
         """
         async with self._one_at_a_time[resource]:
-            return await self._grant(resource, wanted, granting)
+            return await self._grant(resource, wanted, granting, starts=False)
+
+    async def again(
+        self, resource: str, wanted: Sequence[tuple[str, SliceName | Request]], granting: Granting
+    ) -> Grant:
+        """What a container that has the devices already gets, now that it starts (once more): its leases are kept, and
+        taken anew where this Book knows of none. ``Conflict`` as :meth:`grant`, but for who is in a slice: what of this
+        container ran in it has ended.
+        """
+        async with self._one_at_a_time[resource]:
+            return await self._grant(resource, wanted, granting, starts=True)
 
     async def _grant(
-        self, resource: str, wanted: Sequence[tuple[str, SliceName | Request]], granting: Granting
+        self, resource: str, wanted: Sequence[tuple[str, SliceName | Request]], granting: Granting, *, starts: bool
     ) -> Grant:
         items, new = [], []
         try:
             for device, what in wanted:
                 name = what.name if isinstance(what, Request) else what
                 there = self._node.view().book.lease_of(name)
-                if there is not None and device_of(there.holder) is not None:
+                if there is not None and device_of(there.holder) is not None and not starts:
                     await self._refuse_if_occupied(there)
-                if there is not None and there.id in self._seen:
+                if there is not None and there.id in self._seen and not starts:
                     # The kubelet asks for what it has given to a container already: that one is no more, and we have
                     # not looked since. The next one gets it as if new, so that a whole GPU is looked over first.
                     await self._end(there, "its device is given to the next container")
@@ -211,14 +221,7 @@ class KubeletLeases:
         return False
 
     def _remembered(self) -> Mapping[tuple[str, str], CheckpointEntry]:
-        """Of the checkpoint, what belongs to pods that the kubelet still has a directory of."""
-        pods = self._plugins_dir.parent / "pods"
-        return {
-            (entry.resource, device): entry
-            for entry in read_checkpoint(self._plugins_dir / "kubelet_internal_checkpoint")
-            if (pods / entry.pod_uid).is_dir() or not pods.is_dir()
-            for device in entry.ids
-        }
+        return {(entry.resource, device): entry for entry in remembered(self._plugins_dir) for device in entry.ids}
 
     async def _end(self, lease: Lease, why: str) -> None:
         try:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from base64 import b64decode
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,9 @@ from amdvgpud.core.errors import HostFailure
 CALL_S: Final = 5.0
 LONGEST_ANSWER: Final = 16 * 2**20
 """The kubelet's own limit for this API; gRPC's default of 4 MiB is too little for a thousand pods with many devices."""
+
+
+CHECKPOINT: Final = "kubelet_internal_checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,8 @@ class CheckpointEntry:
     container: str
     resource: str
     ids: tuple[str, ...]
+    answer: bytes = b""
+    """What Allocate told of them (``ContainerAllocateResponse``): the container is started with that, each time."""
 
 
 class PodResources:
@@ -116,7 +122,14 @@ def read_checkpoint(path: Path) -> tuple[CheckpointEntry, ...]:
         document = json.loads(path.read_bytes())
         entries = document["Data"]["PodDeviceEntries"] or []
         return tuple(
-            CheckpointEntry(e["PodUID"], e["ContainerName"], e["ResourceName"], _ids(e["DeviceIDs"])) for e in entries
+            CheckpointEntry(
+                e["PodUID"],
+                e["ContainerName"],
+                e["ResourceName"],
+                _ids(e["DeviceIDs"]),
+                b64decode(e.get("AllocResp") or ""),
+            )
+            for e in entries
         )
     except FileNotFoundError:
         return ()
@@ -129,3 +142,10 @@ def _ids(value: object) -> tuple[str, ...]:
     if isinstance(value, dict):
         return tuple(entry for of_node in value.values() for entry in of_node or ())
     return tuple(value) if isinstance(value, list) else ()
+
+
+def remembered(plugins_dir: Path) -> tuple[CheckpointEntry, ...]:
+    """Of the checkpoint, what belongs to pods that the kubelet still has a directory of: it forgets others late."""
+    pods = plugins_dir.parent / "pods"
+    entries = read_checkpoint(plugins_dir / CHECKPOINT)
+    return tuple(entry for entry in entries if (pods / entry.pod_uid).is_dir() or not pods.is_dir())

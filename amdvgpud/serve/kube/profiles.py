@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from amdvgpud.core.errors import AmdvgpuError, Conflict, NoRoom, NotFound, Stale
-from amdvgpud.core.model import Slice
+from amdvgpud.core.model import Slice, SliceName
 from amdvgpud.core.prefer import prefer
 from amdvgpud.core.profiles import MOST, SliceProfile
 from amdvgpud.node import Node, NodeView
@@ -61,6 +61,15 @@ class ProfileResource:
         if unknown := sorted(set(ids) - there.keys()):
             raise NotFound(f"{self.name} has no {', '.join(unknown)}; there are {', '.join(there) or 'none'}")
         return await self._leases.grant(self.name, [(name, there[name].name) for name in ids], self._granting)
+
+    async def again(self, ids: Sequence[str], pod_uid: str, container: str) -> Grant:
+        """Also of a slice that its profile does not offer any more: it is kept for this container."""
+        slices = self._node.view().book.slices
+        if unknown := sorted(set(ids) - slices.keys()):
+            raise NotFound(f"{', '.join(unknown)}: this slice of {self.name} is no more; make the pod anew")
+        return await self._leases.again(
+            self.name, [(name, slices[SliceName(name)].name) for name in ids], self._granting
+        )
 
     def prefer(self, view: NodeView, available: Sequence[str], must_include: Sequence[str], size: int) -> Sequence[str]:
         places = {}

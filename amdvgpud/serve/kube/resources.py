@@ -85,6 +85,14 @@ class Resource(Protocol):
         """
         ...
 
+    async def again(self, ids: Sequence[str], pod_uid: str, container: str) -> Grant | None:
+        """What a container that was given ``ids`` would get now, as it is about to start, perhaps once more.
+
+        None: nobody here has served it (it is from before), and what it has is not known. An ``AmdvgpuError``: it must
+        not start; the kubelet shows the text and tries again.
+        """
+        ...
+
     def prefer(self, view: NodeView, available: Sequence[str], must_include: Sequence[str], size: int) -> Sequence[str]:
         """``size`` of ``available``, among them all of ``must_include``. An ``AmdvgpuError``: the kubelet chooses."""
         ...

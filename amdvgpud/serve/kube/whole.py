@@ -80,14 +80,19 @@ class WholeResource:
         ]
 
     async def allocate(self, ids: Sequence[str]) -> Grant:
+        return await self._leases.grant(self.name, self._requests(ids), self._granting)
+
+    async def again(self, ids: Sequence[str], pod_uid: str, container: str) -> Grant:
+        return await self._leases.again(self.name, self._requests(ids), self._granting)
+
+    def _requests(self, ids: Sequence[str]) -> Sequence[tuple[str, Request]]:
         places = self._places(self._node.view())
         if unknown := sorted(set(ids) - places.keys()):
             raise NotFound(f"{self.name} has no {', '.join(unknown)}; there are {', '.join(places) or 'none'}")
-        requests = [
+        return [
             (device, Request(_slice_name(device), Compute(ComputePolicy.WHOLE), on=(str(places[device].id),)))
             for device in ids
         ]
-        return await self._leases.grant(self.name, requests, self._granting)
 
     def prefer(self, view: NodeView, available: Sequence[str], must_include: Sequence[str], size: int) -> Sequence[str]:
         return prefer(self._places(view), available, must_include, size, self._policy)

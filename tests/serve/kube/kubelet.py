@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+from base64 import b64encode
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,6 +75,10 @@ class Plugin:
         )
         answer = await self.call("Allocate", request, pb.AllocateResponse)
         return list(answer.container_responses)
+
+    async def pre_start(self, *ids: str) -> None:
+        """What is asked before each start of a container, if the plugin wants it."""
+        await self.call("PreStartContainer", pb.PreStartContainerRequest(devices_ids=ids), pb.PreStartContainerResponse)
 
     async def prefer(self, available: Sequence[str], size: int, must: Sequence[str] = ()) -> list[str]:
         request = pb.PreferredAllocationRequest()
@@ -152,6 +158,18 @@ class Kubelet:
                     await self._registered.wait()
                 await self.plugins[name].until(lambda _: True, within_s)
         return self.plugins[names[-1]]
+
+    def remember(self, uid: str, container: str, resource: str, ids: Sequence[str], answer: Any) -> None:
+        """Its checkpoint has this container, beside those that it has already, and there is the pod's directory."""
+        path = self.dir / "kubelet_internal_checkpoint"
+        document: dict[str, Any] = {"Data": {"PodDeviceEntries": [], "RegisteredDevices": {}}, "Checksum": 1}
+        if path.exists():
+            document = json.loads(path.read_text())
+        told = b64encode(answer.SerializeToString()).decode()
+        entry = {"PodUID": uid, "ContainerName": container, "ResourceName": resource, "DeviceIDs": {"0": list(ids)}}
+        document["Data"]["PodDeviceEntries"].append(entry | {"AllocResp": told})
+        path.write_text(json.dumps(document))
+        (self.dir.parent / "pods" / uid).mkdir(parents=True, exist_ok=True)
 
     async def _serve(self, path: Path, service: str, **methods: tuple[Any, Any, Any]) -> None:
         server = grpc.aio.server()

@@ -792,3 +792,25 @@ async def test_a_gpu_without_a_known_numa_node_has_none_for_the_kubelet(stage: S
     stage.sysfs.inventory = Inventory((replace(a_gpu(0), partitions=(replace(partition, numa_node=None),)),))
     await stage.node.rescan()
     assert {d.numa_node for d in stage.side.resource.devices(stage.node.view())} == {None}
+
+
+# --------------------------------------------------------------------------------------------------- starts again
+
+
+async def test_a_container_that_starts_again_has_its_own_slices_even_while_the_api_is_away(stage: Stage) -> None:
+    text = f"{GPU},AMD-x,8192,76:;{OTHER},AMD-x,4096,304:;"
+    pod = stage.pod("a", a_container("main"), a_container("side"), allocation=text)
+    await stage.side.resource.allocate([f"{GPU}#0"])
+    await stage.side.resource.allocate([f"{OTHER}#0"])
+    uid = pod["metadata"]["uid"]
+    await stage.api.stop()
+    for number, name in enumerate(("main", "side")):
+        grant = await stage.side.resource.again(["x"], uid, name)
+        assert grant is not None
+        assert grant.cdi_devices == (f"amdvgpu.io/slice={slice_of(pod, number)}",)
+    assert await stage.side.resource.again(["x"], uid, "another") is None
+    assert await stage.side.resource.again(["x"], "00000000-0000-4000-8000-000000000099", "main") is None
+    stage.sysfs.inventory = replace(stage.sysfs.inventory, gpus=stage.sysfs.inventory.gpus[:1])
+    await stage.node.rescan()
+    with pytest.raises(Conflict, match=f"slice {slice_of(pod, 1)} is lost"):
+        await stage.side.resource.again(["x"], uid, "side")

@@ -18,9 +18,10 @@ from amdvgpud.core.health import Condition, Health
 from amdvgpud.core.model import Partition
 from amdvgpud.node import NodeView
 from amdvgpud.serve.kube.delivery import Delivery
-from amdvgpud.serve.kube.kubelet import DevicePlugin, KubeletSettings
-from amdvgpud.serve.kube.podresources import PodResources
+from amdvgpud.serve.kube.kubelet import DevicePlugin, KubeletSettings, outdated
+from amdvgpud.serve.kube.podresources import CHECKPOINT, PodResources
 from amdvgpud.serve.kube.resources import Device, Grant, GrantMount, GrantNode, Resource, fit, numa_node_of
+from amdvgpud.serve.pb import deviceplugin_pb2 as pb
 from tests.serve.conftest import Desk
 from tests.serve.kube.kubelet import a_kubelet
 
@@ -33,6 +34,9 @@ class TenSlots:
 
     name: str = GPU
     failures: list[Exception] = field(default_factory=list)
+    node: str = "/dev/dri/renderD128"
+    strange: bool = False
+    """What starts was served by somebody else."""
 
     def devices(self, view: NodeView) -> Sequence[Device]:
         return tuple(
@@ -48,9 +52,13 @@ class TenSlots:
             ("amdvgpu.io/slice=a",),
             (("AMDVGPU_SLICE", "a"),),
             (GrantMount("/run/amdvgpud/slices/a/guest/ledger", "/run/amdvgpu/a/ledger", read_only=False),),
-            (GrantNode("/dev/kfd", "/dev/kfd"),),
+            (GrantNode(self.node, self.node),),
             added_environment=(("IDS", ",".join(ids)),),
         )
+
+    async def again(self, ids: Sequence[str], pod_uid: str, container: str) -> Grant | None:
+        assert (pod_uid, container) == ("uid-1", "main")
+        return None if self.strange else await self.allocate(ids)
 
     def prefer(self, view: NodeView, available: Sequence[str], must_include: Sequence[str], size: int) -> Sequence[str]:
         if self.failures:
@@ -93,7 +101,7 @@ async def test_a_resource_is_registered_and_its_devices_are_shown(desk: Desk, pl
         plugin = await kubelet.registered(GPU, within_s=2)
     assert (plugin.request.version, plugin.request.resource_name) == ("v1beta1", GPU)
     assert plugin.request.options.get_preferred_allocation_available
-    assert not plugin.request.options.pre_start_required
+    assert plugin.request.options.pre_start_required
     gpus = [g.id for g in desk.sysfs.inventory.gpus]
     assert plugin.healthy == [f"{gpu}#{n}" for gpu in gpus for n in range(10)]
 
@@ -127,7 +135,7 @@ async def test_a_container_gets_one_route_and_nothing_twice(desk: Desk, plugins_
             ("/run/amdvgpud/slices/a/guest/ledger", "/run/amdvgpu/a/ledger", False)
         ]
         assert [(d.host_path, d.container_path, d.permissions) for d in answer.devices] == [
-            ("/dev/kfd", "/dev/kfd", "rw")
+            ("/dev/dri/renderD128", "/dev/dri/renderD128", "rw")
         ]
 
 
@@ -179,6 +187,65 @@ async def test_a_refusal_is_told_in_full_and_is_this_pods_only(desk: Desk, plugi
         ("FAILED_PRECONDITION", "amdvgpud: held"),
         ("INTERNAL", "amdvgpud: KeyError: 'x'"),
     ]
+
+
+@pytest.mark.parametrize("delivery", ["cdi", "nodes"])
+async def test_a_container_starts_with_what_it_was_told_while_that_is_still_so(
+    desk: Desk, plugins_dir: Path, delivery: Way
+) -> None:
+    """Names of CDI are resolved at each start."""
+    resource = TenSlots()
+    door = a_plugin(desk, plugins_dir, resource, delivery=Delivery.fixed(delivery))
+    async with a_kubelet(plugins_dir) as kubelet, running(door):
+        plugin = await kubelet.registered(GPU)
+        (told,) = await plugin.allocate(["x#1", "y#2"])
+        kubelet.remember("uid-1", "main", GPU, ["y#2", "x#1"], told)
+        kubelet.remember("uid-2", "other", GPU, ["y#2"], told)
+        await plugin.pre_start("x#1", "y#2")
+        resource.node = "/dev/dri/renderD136"
+        if delivery == "cdi":
+            await plugin.pre_start("x#1", "y#2")
+            return
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await plugin.pre_start("x#1", "y#2")
+        assert refused.value.code().name == "FAILED_PRECONDITION"
+        assert str(refused.value.details()).startswith(
+            "amdvgpud: container main: the kubelet starts it with /dev/dri/renderD128, and what it was "
+            "given has /dev/dri/renderD136 now: make the pod anew"
+        )
+        resource.strange = True
+        await plugin.pre_start("x#1", "y#2")
+
+
+async def test_a_container_whose_slice_is_lost_does_not_start_and_one_that_nobody_knows_does(
+    desk: Desk, plugins_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    resource = TenSlots()
+    async with a_kubelet(plugins_dir) as kubelet, running(a_plugin(desk, plugins_dir, resource)):
+        plugin = await kubelet.registered(GPU)
+        await plugin.pre_start("x#1")
+        kubelet.remember("uid-1", "main", GPU, ["x#1"], (await plugin.allocate(["x#1"]))[0])
+        resource.failures = [Conflict("slice a is lost: its GPU is gone")]
+        with pytest.raises(grpc.aio.AioRpcError, match="slice a is lost: its GPU is gone"):
+            await plugin.pre_start("x#1")
+        (checkpoint := plugins_dir / CHECKPOINT).write_text("[")
+        await plugin.pre_start("x#1")
+    said = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert [text.partition(" cannot be read")[0] for text in said if "checkpoint" in text] == [
+        f"{GPU}: the kubelet's checkpoint has no container with x#1",
+        f"{GPU}: nobody knows what the container with x#1 was told: the kubelet's checkpoint {checkpoint}",
+    ]
+
+
+def test_files_that_are_no_more_keep_a_container_from_starting(tmp_path: Path) -> None:
+    grant = Grant(mounts=(GrantMount("/made/anew", "/run/amdvgpu"),), added_mounts=(GrantMount("/on/the/host", "/x"),))
+    paths = ["/made/anew", "/on/the/host", str(tmp_path)]
+    told = pb.ContainerAllocateResponse(mounts=[pb.Mount(host_path=path) for path in paths])
+    assert outdated(told, grant) is None
+    told.mounts.append(pb.Mount(host_path=f"{tmp_path}/mem_banks-1000"))
+    assert outdated(told, grant) == (
+        f"the kubelet starts it with {tmp_path}/mem_banks-1000, which is no more: make the pod anew"
+    )
 
 
 async def test_where_no_preference_can_be_told_the_kubelet_chooses(desk: Desk, plugins_dir: Path) -> None:

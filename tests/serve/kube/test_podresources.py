@@ -51,7 +51,10 @@ async def test_a_socket_that_nobody_answers_on_is_a_kubelet_that_is_away(run_dir
 @pytest.mark.parametrize(
     ("text", "entries"),
     [
-        (OF_KUBELET_1_35, (CheckpointEntry("uid-w", "main", "amd.com/gpu", ("GPU-a1b2c3d4e5f63333-0",)),)),
+        (
+            OF_KUBELET_1_35,
+            (CheckpointEntry("uid-w", "main", "amd.com/gpu", ("GPU-a1b2c3d4e5f63333-0",), b"\x12=\n\x12/etc/"),),
+        ),
         ('{"Data":{"PodDeviceEntries":null,"RegisteredDevices":{}},"Checksum":1}', ()),
         (
             json.dumps(

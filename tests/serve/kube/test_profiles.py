@@ -273,6 +273,52 @@ async def test_a_call_that_fails_has_taken_nothing(
     assert held(desk) == {"25c-48g-1": "somebody"}
 
 
+# --------------------------------------------------------------------------------------------------- starts again
+
+
+async def test_what_starts_again_has_what_it_had_and_keeps_its_lease(
+    desk: Desk, said: Said, leases: KubeletLeases, quarters: ProfileResource, whole: WholeResource
+) -> None:
+    """Also while something is in it, though its profile has another form by now, and from a Book that has forgotten."""
+    device = f"{desk.sysfs.inventory.gpus[1].id}-0"
+    granted = [await quarters.allocate(["25c-48g-0"]), await whole.allocate([device])]
+    said.runs(quarters.name, "25c-48g-0")
+    await looks(desk, leases, 1)
+    before = desk.node.view().book.leases
+    desk.files.run_a_process_in(SliceName("25c-48g-0"))
+    quarters._profile = replace(QUARTER, vram_bytes=GIB)
+    for _ in range(2):
+        again = [await quarters.again(["25c-48g-0"], "uid", "c"), await whole.again([device], "uid", "c")]
+        assert again == granted
+    assert desk.node.view().book.leases == before
+    for lease in before:
+        await desk.node.release_lease(lease)
+    assert await quarters.again(["25c-48g-0"], "uid", "c") == granted[0]
+    assert await whole.again([device], "uid", "c") == granted[1]
+    assert held(desk) == {
+        "25c-48g-0": f"kubelet {quarters.name} 25c-48g-0",
+        f"whole-{device.lower()}": f"kubelet amd.com/gpu {device}",
+    }
+
+
+async def test_what_is_lost_or_no_more_or_another_ones_does_not_start_again(
+    desk: Desk, quarters: ProfileResource, whole: WholeResource
+) -> None:
+    await quarters.allocate(["25c-48g-0"])
+    await desk.node.grant_lease(Holder("somebody"), slice=SliceName("25c-48g-1"))
+    with pytest.raises(NotFound, match=r"^25c-48g-9: this slice of .*25c-48g is no more; make the pod anew"):
+        await quarters.again(["25c-48g-9"], "uid", "c")
+    with pytest.raises(Conflict, match=r"held by lease .* \(somebody\)"):
+        await quarters.again(["25c-48g-1"], "uid", "c")
+    device = f"{desk.sysfs.inventory.gpus[1].id}-0"
+    desk.sysfs.inventory = an_inventory(0)
+    await desk.node.rescan()
+    with pytest.raises(Conflict, match="slice 25c-48g-0 is lost"):
+        await quarters.again(["25c-48g-0"], "uid", "c")
+    with pytest.raises(NotFound, match=f"has no {device}"):
+        await whole.again([device], "uid", "c")
+
+
 # ------------------------------------------------------------------------------------------------------- release
 
 

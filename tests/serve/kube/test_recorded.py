@@ -55,6 +55,9 @@ class Recorded:
         self.asked.append(list(ids))
         return Grant(environment=(("IDS", " ".join(ids)),))
 
+    async def again(self, ids: Sequence[str], pod_uid: str, container: str) -> Grant:
+        raise AssertionError("nothing was recorded of a start")
+
     def prefer(self, view: NodeView, available: Sequence[str], must_include: Sequence[str], size: int) -> Sequence[str]:
         self.asked.append((sorted(available), list(must_include), size))
         return sorted(available)[:size]
