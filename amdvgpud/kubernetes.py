@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import platform
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ from amdvgpud.core.model import ComputePolicy, Inventory, Slice
 from amdvgpud.core.render import partition_device
 from amdvgpud.node import Node
 from amdvgpud.ports import CdiSpecs
+from amdvgpud.serve.kube.amounts import keep_amounts, remove_amounts, remove_or_say
 from amdvgpud.serve.kube.api import KubeApi, read_access
 from amdvgpud.serve.kube.delivery import Delivery
 from amdvgpud.serve.kube.hami import HamiSettings, HamiSide
@@ -100,6 +101,7 @@ class Kubelet:
         if settings.kubelet_mode:
             metrics.kubelet_delivery = lambda: self.delivery.choice.way
         self._labelled = cluster_api(settings, environment) if settings.kube_labels else None
+        self._says_amounts = settings.hami_amounts
         self._hami: _Hami | None = None
         if "hami" in settings.kubelet_mode:
             api, name = cluster_api(settings, environment)
@@ -119,7 +121,7 @@ class Kubelet:
             )
             # A plugin of its own: the others must not wait for a cluster that may not be there.
             plugin = DevicePlugin(node, lambda: [side.resource], door, metrics, pod_resources, counted=counted)
-            self._hami = _Hami(api, side, watch, plugin)
+            self._hami = _Hami(api, side, watch, plugin, lambda: self._amounts(api, name, side))
 
     @property
     def slices(self) -> Granting:
@@ -158,6 +160,12 @@ class Kubelet:
             if self._labelled is not None:
                 tasks.create_task(self._label(*self._labelled), name="node labels")
 
+    async def _amounts(self, api: KubeApi, name: str, side: HamiSide) -> None:
+        if self._says_amounts:
+            await keep_amounts(api, name, lambda: side.offers(self._node.view()))
+        else:
+            await remove_or_say(api, name)
+
     async def _label(self, api: KubeApi, name: str) -> None:
         try:
             await keep_labels(api, name, lambda: self._node.view().inventory)
@@ -168,8 +176,16 @@ class Kubelet:
 class _Hami:
     """What runs for HAMi's scheduler. The kubelet hears of GPUs when it is known how they are offered."""
 
-    def __init__(self, api: KubeApi, side: HamiSide, watch: PodWatch, plugin: DevicePlugin) -> None:
+    def __init__(
+        self,
+        api: KubeApi,
+        side: HamiSide,
+        watch: PodWatch,
+        plugin: DevicePlugin,
+        amounts: Callable[[], Coroutine[Any, Any, None]],
+    ) -> None:
         self._api = api
+        self._amounts = amounts
         self._side = side
         self._watch = watch
         self._plugin = plugin
@@ -180,6 +196,7 @@ class _Hami:
                 tasks.create_task(self._side.run(), name="hami registration")
                 tasks.create_task(self._watch.run(), name="hami pods")
                 await self._side.known.wait()
+                tasks.create_task(self._amounts(), name="amounts of the Node")
                 await self._watch.listed.wait()
                 tasks.create_task(self._plugin.run(), name="hami device plugin")
         finally:
@@ -253,6 +270,7 @@ async def withdraw(settings: Settings, environment: Mapping[str, str]) -> str:
     api, name = cluster_api(settings, environment)
     try:
         await hami_withdraw(api, name)
+        await remove_amounts(api, name)
     finally:
         await api.close()
     return name

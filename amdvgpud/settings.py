@@ -481,6 +481,13 @@ class Settings:
         "What HAMi's scheduler is offered: 'cu' (GPUs, shared) or 'partition' (partitions, one container each). Empty: "
         "OPERATING_MODE if it is set, else cu. The Node's annotation hami.io/amd-operating-mode beats it.",
     )
+    hami_amounts: bool = _setting(
+        "hami.amounts",
+        False,
+        _flag,
+        "Say in this Node's status how much amd.com/gpumem (MiB) and amd.com/gpucores (per cent) it has, in mode "
+        "'hami'. For other readers than HAMi's scheduler; needs the right to patch nodes/status.",
+    )
     hami_compute_partition: str = _setting(
         "hami.compute_partition",
         "",

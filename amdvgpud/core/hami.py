@@ -63,12 +63,18 @@ REGISTERED_AT: Final = "amdvgpu.io/registered"
 SERVED: Final = "amdvgpu.io/served"
 """Ours, on the pod: which of the kubelet's devices each container was served for, so that it is served once."""
 
+AMOUNTS: Final = "amdvgpu.io/amounts"
+"""Ours, on the Node: the amounts in its status are ours."""
+
 ALLOCATING: Final = "allocating"
 SUCCESS: Final = "success"
 FAILED: Final = "failed"
 
 COUNT_RESOURCE: Final = "amd.com/gpu"
 PRIORITY_RESOURCE: Final = "amd.com/priority"
+MEMORY_RESOURCE: Final = "amd.com/gpumem"
+CORES_RESOURCE: Final = "amd.com/gpucores"
+AMOUNT_RESOURCES: Final = (MEMORY_RESOURCE, CORES_RESOURCE)
 
 EVENT_UNHEALTHY: Final = "AMDGPUUnhealthy"
 EVENT_MISSING: Final = "AMDGPUMissing"
@@ -218,6 +224,20 @@ def with_missing(now: Sequence[Offer], before: Sequence[Offer], inventory: Inven
         if offer.id not in here and offer.partition.rpartition("/")[0] not in here
     ]
     return (*now, *(replace(offer, index=len(now) + i) for i, offer in enumerate(gone)))
+
+
+def amounts(offers: Sequence[Offer]) -> dict[str, str]:
+    """What the Node has of what pods count in MiB and in per cent; empty where nothing is offered.
+
+    A GPU without health counts too: the pods on it are counted, and what was too much once would refuse the pods of the
+    other GPUs, also those that run when the kubelet starts anew and admits them again.
+    """
+    if not offers:
+        return {}
+    return {
+        MEMORY_RESOURCE: str(sum(offer.devmem for offer in offers)),
+        CORES_RESOURCE: str(100 * len(offers)),
+    }
 
 
 _WIRE: Final = ("id", "index", "count", "devmem", "devcore", "type", "numa", "mode", "health")

@@ -36,6 +36,8 @@ VERBS: Final[Mapping[str, tuple[str, ...]]] = {
     "events": ("create",),
 }
 """All that is asked of the API. Events are created in the namespace ``default``, where those about Nodes live."""
+AMOUNTS_VERBS: Final[Mapping[str, tuple[str, ...]]] = {"nodes/status": ("patch",)}
+"""And with ``hami.amounts``, which is off unless asked for."""
 
 SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 EVENTS_NAMESPACE: Final = "default"
@@ -407,6 +409,11 @@ class KubeApi:
         """Set what has a value, remove what has None, leave the rest. ``Stale`` unless the Node is at that version."""
         patch = _metadata(annotations, labels, resource_version)
         return _decoded(await self._ask("PATCH", f"/api/v1/nodes/{name}", patch), ClusterNode)
+
+    async def patch_capacity(self, name: str, capacity: Mapping[str, str | None]) -> ClusterNode:
+        """Set what has a value in the capacity of the Node's status, remove what has None, leave the rest."""
+        patch = {"status": {"capacity": dict(capacity)}}
+        return _decoded(await self._ask("PATCH", f"/api/v1/nodes/{name}/status", patch), ClusterNode)
 
     async def get_pod(self, namespace: str, name: str) -> Pod:
         return _decoded(await self._ask("GET", _path_of_pod(namespace, name)), Pod)

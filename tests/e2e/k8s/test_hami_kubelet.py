@@ -17,17 +17,26 @@ from tests.e2e.k8s.cluster import NODE, Cluster, Program, daemon, pod
 pytestmark = [pytest.mark.root, pytest.mark.timeout(3000)]
 
 REGISTERED = "registered with the kubelet"
+AMOUNTS = {"amd.com/gpumem": 2 * 196592, "amd.com/gpucores": 200}
 SLICE = "cat /run/amdvgpu/*/slice.json; env | grep -c LD_AUDIT; ls /usr/local/vgpu; sleep "
 
 
 @pytest.fixture(scope="module")
 def served(cluster: Cluster) -> Iterator[Program]:
     access = str(cluster.folder / "admin.kubeconfig")
-    options = ("--kubelet-mode=hami", f"--kube-config={access}", f"--kube-node-name={NODE}", "--tick-s=0.5")
+    options = (
+        "--kubelet-mode=hami",
+        f"--kube-config={access}",
+        f"--kube-node-name={NODE}",
+        "--tick-s=0.5",
+        "--hami-amounts=on",
+    )
     with daemon(cluster, "--simulate=2*mi300x", *options) as program:
         eventually("the GPUs", lambda: cluster.allocatable("amd.com/gpu") == 20, 120)
         yield program
     eventually("no GPU", lambda: not cluster.allocatable("amd.com/gpu"))
+    with daemon(cluster, "--simulate=2*mi300x", *options[:-1]):
+        eventually("no amounts", lambda: not any(amounts(cluster).values()))
 
 
 def notes(cluster: Cluster, name: str | None = None) -> Mapping[str, str]:
@@ -113,6 +122,19 @@ def test_a_pod_that_cannot_be_served_fails_with_the_reason_and_the_next_one_is(c
     gone(cluster, "greedy", "modest")
 
 
+@pytest.mark.usefixtures("served")
+def test_the_node_has_amounts_that_the_kubelet_keeps_and_that_come_back(cluster: Cluster) -> None:
+    eventually("the amounts", lambda: amounts(cluster) == AMOUNTS)
+    gone = {"status": {"capacity": dict.fromkeys(AMOUNTS)}}
+    cluster.api.patch(f"/api/v1/nodes/{NODE}/status", gone)
+    eventually("the amounts to be gone", lambda: not any(amounts(cluster).values()))
+    eventually("the amounts", lambda: amounts(cluster) == AMOUNTS)
+
+
+def amounts(cluster: Cluster) -> dict[str, int | None]:
+    return {resource: cluster.allocatable(resource) for resource in AMOUNTS}
+
+
 def test_a_kubelet_that_starts_again_finds_its_pod_with_the_same_share(cluster: Cluster, served: Program) -> None:
     schedule(cluster, pod("stays", "sh", "-c", SLICE + "infinity", limits={"amd.com/gpu": 1}), (0, 16384, 76))
     mask, before = mask_of(cluster, "stays"), slices(cluster)
@@ -122,6 +144,7 @@ def test_a_kubelet_that_starts_again_finds_its_pod_with_the_same_share(cluster: 
     # The Node's status is still that of before: a pod that came now would be refused by the kubelet.
     eventually("a registration", lambda: served.log.read_text().count(REGISTERED) > registered)
     eventually("the GPUs", lambda: cluster.allocatable("amd.com/gpu") == 20, 120)
+    assert amounts(cluster) == AMOUNTS
     schedule(cluster, pod("beside", "sh", "-c", SLICE + "infinity", limits={"amd.com/gpu": 1}), (0, 16384, 76))
     assert mask_of(cluster, "beside") & mask == 0
     assert is_in(cluster, "stays", "Running")

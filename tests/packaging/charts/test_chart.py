@@ -31,6 +31,7 @@ VALUES: dict[str, dict[str, Any]] = {
         "splitCount": 4,
         "takeOver": True,
         "nodeLabels": True,
+        "amounts": True,
         "settings": {"rest.tcp_details": True, "tick_s": 1, "metrics.compat": ["hami"]},
         "simulate": "2*mi300x",
         "kubeletDir": "/var/lib/k0s/kubelet",
@@ -86,6 +87,12 @@ def test_the_daemon_takes_the_configuration(values: dict[str, Any], manifests: M
     file = tmp_path / "amdvgpud.toml"
     file.write_text(text)
     read_settings({}, {}, file)
+
+
+def test_the_nodes_status_is_its_own_only_where_amounts_are_said(manifests: ModuleType) -> None:
+    for amounts in (True, False):
+        rules = of_kind(objects(manifests, {"amounts": amounts}), "ClusterRole")["rules"]
+        assert ({"apiGroups": [""], "resources": ["nodes/status"], "verbs": ["patch"]} in rules) is amounts
 
 
 def test_without_privilege_it_has_one_capability_and_the_usual_filter(manifests: ModuleType) -> None:

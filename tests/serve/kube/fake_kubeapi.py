@@ -16,7 +16,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from amdvgpud.serve.kube.api import VERBS
+from amdvgpud.serve.kube.api import AMOUNTS_VERBS, VERBS
 
 Json = dict[str, Any]
 Fault = Callable[[web.Request], Awaitable[web.StreamResponse | None]]
@@ -74,6 +74,8 @@ class FakeKubeApi:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     hang_up: asyncio.Event = field(default_factory=asyncio.Event)
     """Set: watches end in the midst."""
+    amounts: bool = False
+    """Whether the role has what ``hami.amounts`` needs."""
     server: TestServer | None = None
 
     async def start(self) -> str:
@@ -144,6 +146,9 @@ class FakeKubeApi:
             self.asked.append("UNAUTHORIZED")
             return status(401, "Unauthorized", "Unauthorized")
         resource = next((part for part in reversed(parts) if part in VERBS), "")
+        if parts[-1] == "status":
+            resource += "/status"
+        role = {**VERBS, **(AMOUNTS_VERBS if self.amounts else {})}
         verb = {"GET": "get", "PATCH": "patch", "POST": "create"}.get(request.method, request.method)
         if verb == "get" and parts[-1] == resource:
             verb = "watch" if request.query.get("watch") else "list"
@@ -154,11 +159,13 @@ class FakeKubeApi:
                 if (response := await fault(request)) is not None:
                     return response
                 break
-        if verb not in VERBS.get(resource, ()):
+        if verb not in role.get(resource, ()):
             return status(403, f"{resource} is forbidden: cannot {verb}", "Forbidden")
         match parts[2:]:
             case ["nodes", name]:
-                return await self._one(request, self.nodes, name)
+                return await self._one(request, self.nodes, name, but="status")
+            case ["nodes", name, "status"]:
+                return await self._one(request, self.nodes, name, but="spec")
             case ["namespaces", namespace, "pods", name]:
                 return await self._one(request, self.pods, (namespace, name))
             case ["pods"] if verb == "list":
@@ -176,7 +183,8 @@ class FakeKubeApi:
                 return web.json_response(event, status=201)
         return status(404, "the server could not find the requested resource", "NotFound")
 
-    async def _one(self, request: web.Request, group: dict[Any, Json], key: Any) -> web.Response:
+    async def _one(self, request: web.Request, group: dict[Any, Json], key: Any, *, but: str = "") -> web.Response:
+        """``but``: the part that is not to be changed here, and stays without a word."""
         if key not in group:
             return status(404, f"{key} not found", "NotFound")
         if request.method == "PATCH":
@@ -190,7 +198,7 @@ class FakeKubeApi:
                 return status(422, "metadata.uid: field is immutable", "Invalid")
             for value in (wanted.get("annotations") or {}).values():
                 assert value is None or isinstance(value, str), "an annotation is a text"
-            after = merged(group[key], patch)
+            after = merged(group[key], {part: value for part, value in patch.items() if part != but})
             if after != group[key]:
                 group[key] = self._stamped(after)
                 if group is self.pods:
