@@ -9,6 +9,7 @@ import json
 import signal
 import struct
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from tests.ctl.stand_ins import served
 pytestmark = pytest.mark.root
 
 GIB = 1 << 30
+ROOT = Path(__file__).parents[1]
 PARTS = Path(amdvgpud._abi.__file__).parent
 SLICE = wire.SliceSpec(vram="4GiB", compute="25%", on=["0"])
 
@@ -143,22 +145,19 @@ def test_a_ledger_that_its_guest_has_written_hides_nobody(
 ) -> None:
     """The kernel accounts 150 GiB to it, and so does its slot, under a quota of 4."""
     new_slice("mallory")
-    ledger = home / "run/slices/mallory/guest/ledger"
-    with kfd_client(home, "mallory", "libsoftkfd.so", count=150) as (rogue, held):
-        forge(ledger, rogue.pid, held)
-        until(lambda: shown(client, "mallory").shares[0].untracked_bytes == held - 4 * GIB)
-        (process,) = client.get("/v1/slices/mallory/processes", wire.ProcessList)[0].processes
-        assert (process.host_pid, process.tracked) == (rogue.pid, True)
+    write = f"from tests.test_guarded import forge; forge('{home}/run/slices/mallory/guest/ledger', $$, {150 * GIB})"
+    before_it_takes_any = f'PYTHONPATH={ROOT} {sys.executable} -c "{write}"'
+    with kfd_client(home, "mallory", "libsoftkfd.so", count=150, first=before_it_takes_any) as (rogue, _):
         assert rogue.wait(20) == -signal.SIGTERM
-    assert ("watchdog.ended", "mallory") in told(client)
+    assert [kind for kind, subject in told(client) if subject == "mallory"] == ["watchdog.untracked", "watchdog.ended"]
 
 
-def forge(ledger: Path, pid: int, used_bytes: int) -> None:
+def forge(ledger: str, pid: int, used_bytes: int) -> None:
     """Give ``pid`` the first slot, with so many bytes on the slice's only GPU."""
     start_ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     namespace = Path(f"/proc/{pid}/ns/pid").stat().st_ino
     owner = pid | namespace << int(lib.AVG_OWNER_NS_SHIFT)
-    with ledger.open("r+b") as file:
+    with Path(ledger).open("r+b") as file:
         file.seek(lib.AVG_LEDGER_HEAD_BYTES)
         file.write(struct.pack("=QQ", owner, start_ticks))
         file.seek(lib.AVG_LEDGER_HEAD_BYTES + lib.AVG_SLOT_HEAD_BYTES)
