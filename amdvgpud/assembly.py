@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 from amdvgpud import __version__
 from amdvgpud.containers import Containers, ImagePolicy
 from amdvgpud.core import watchdog
+from amdvgpud.core.caps import WAIT_FOR_CAP_MS
 from amdvgpud.core.errors import Invalid, NotFound
 from amdvgpud.core.health import Policy
 from amdvgpud.core.model import Inventory
@@ -69,13 +70,10 @@ INSTALLED_LIBRARY: Final = Path("/usr/lib/amdvgpu/libamdvgpu.so")
 REPORTS: Final = "report.sock"
 """Below run_dir; the hook's own default has run_dir's."""
 
-WAIT_FOR_CAP_MS: Final = 300
-"""How long a container's start may wait for the kernel's cap, where there is one: 200 ms more than for a report."""
-
 WAIT_FOR_POLICY_MS: Final = 5000
-"""The same where images.policy may refuse it. What is not said by then is a no (--judged), so it is long: a start that
-fails for want of an answer is a fault of ours, and one that goes on would be a hole. Below :data:`HOOK_TIMEOUT_S`, so
-that the reason said is the hook's and not the runtime's."""
+"""How long a container's start may wait where images.policy may refuse it. What is not said by then is a no (--judged),
+so it is long: a start that fails for want of an answer is a fault of ours, and one that goes on would be a hole. Below
+:data:`HOOK_TIMEOUT_S`, so that the reason said is the hook's and not the runtime's."""
 
 
 class CheckedSysfs(SysfsReader):

@@ -7,9 +7,13 @@ also where the GPU is partitioned.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Final
 
 from amdvgpud.core.containers import Container, container_of
 from amdvgpud.core.model import Inventory, Slice
+
+WAIT_FOR_CAP_MS: Final = 300
+"""How long the start of a container or a command may wait for its cap: 200 ms more than for a report without one."""
 
 
 def region_of(pci_address: str) -> str:

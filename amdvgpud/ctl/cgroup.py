@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from amdvgpud.core.caps import WAIT_FOR_CAP_MS
+
 SYSTEMD: Final = Path("/run/systemd/system")
 _MOVE_S: Final = 2.0
 """How long systemd may take to move a process into its scope; it takes milliseconds."""
 _TELL_S: Final = 2.0
-_WAIT_FOR_CAP_MS: Final = 300
-"""As long as a container's start waits for the kernel's cap."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +53,8 @@ class OwnCgroup:
     def tell(self) -> None:
         """Let the daemon look at the calling process, whose mounts show the slice, and cap it before it goes on."""
         state = {"ociVersion": "1.0.2", "id": self.id, "status": "created", "pid": os.getpid(), "bundle": ""}
-        words: list[str | Path] = [
-            self.hook,
-            "start",
-            self.slice,
-            "--socket",
-            self.socket,
-            "--wait",
-            str(_WAIT_FOR_CAP_MS),
-        ]
+        wait = ["--wait", str(WAIT_FOR_CAP_MS)]
+        words: list[str | Path] = [self.hook, "start", self.slice, "--socket", self.socket, *wait]
         try:
             # What it answers about images is about containers', and this is none.
             subprocess.run(words, input=json.dumps(state).encode(), timeout=_TELL_S, check=False, capture_output=True)
@@ -107,7 +100,7 @@ class OwnCgroup:
             own.mkdir()
             (own / "cgroup.procs").write_text(str(os.getpid()))
         except OSError as error:
-            return f"{own}: {error.strerror}"
+            return f"{own.parent}: {error.strerror}"
         return None
 
 

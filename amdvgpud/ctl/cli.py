@@ -716,13 +716,14 @@ def _run(
     from amdvgpud.ctl.run import Deliver
     from amdvgpud.ctl.run import run as run_in
 
-    def announce(mounted: bool, why_not: str | None) -> str:
+    def announce(mounted: bool, why_not: str | None, no_cgroup: str | None) -> str:
         if not what:
             return ""
         if program.out_of_reach:
             return f"amdvgpuctl: {what}; NOT enforced: {program.out_of_reach}"
         by = enforced_by if mounted else f"{enforced_by} (environment)"
-        return f"amdvgpuctl: {what}; enforced by: {by}" + (f" ({why_not})" if why_not else "")
+        apart = f"; no cgroup of its own: {no_cgroup}" if no_cgroup else ""
+        return f"amdvgpuctl: {what}; enforced by: {by}" + (f" ({why_not})" if why_not else "") + apart
 
     try:
         return run_in(grant, program, command, Deliver(deliver), announce, ttl_s)

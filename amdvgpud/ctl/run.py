@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
+from functools import partial
 from typing import Final, NoReturn
 
 from amdvgpud.ctl.delivery import (
@@ -33,6 +34,9 @@ _AWAITED: Final = _PASSED_ON | {signal.SIGCHLD}
 _GRACE_S: Final = 10.0
 """Between SIGTERM and SIGKILL at the end of the time to live; as container runtimes have it."""
 
+Announce = Callable[[bool, str | None, str | None], str]
+"""(whether by mounts, why not by mounts, why it has no cgroup of its own) -> what people are told."""
+
 
 class Deliver(StrEnum):
     AUTO = "auto"
@@ -47,13 +51,13 @@ def run(
     program: Program,
     command: Sequence[str],
     deliver: Deliver,
-    announce: Callable[[bool, str | None], str],
+    announce: Announce,
     ttl_s: float | None = None,
 ) -> int:
     """Run ``command`` (its whole argv) in the slice of ``grant`` and return its exit code, 128 + n for signal n.
 
-    ``announce(mounted, why_not)`` gives the text for standard error; it is printed when the slice is in place and
-    just before the command starts, so nothing of the command's can come before it. After ``ttl_s`` the command gets
+    ``announce`` gives the text for standard error; it is printed when the slice is in place and just before the command
+    starts, so nothing of the command's can come before it. After ``ttl_s`` the command gets
     SIGTERM, and SIGKILL if it is still there after a grace. ``CannotDeliver`` where
     ``deliver`` insists on mounts and they are not allowed; the command has not been started then.
     """
@@ -63,13 +67,15 @@ def run(
     try:
         why_not: str | None = None
         if deliver is not Deliver.ENVIRONMENT:
-            code, why_not = _attempt(grant, program, command, before, announce(True, None), ttl_s, mounted=True)
+            code, why_not = _attempt(
+                grant, program, command, before, partial(announce, True, None), ttl_s, mounted=True
+            )
             if why_not is None:
                 return code
             if deliver is Deliver.MOUNTS:
                 raise CannotDeliver(why_not)
         # A second child: the first may already be in a namespace that is of no use.
-        return _attempt(grant, program, command, before, announce(False, why_not), ttl_s, mounted=False)[0]
+        return _attempt(grant, program, command, before, partial(announce, False, why_not), ttl_s, mounted=False)[0]
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
@@ -79,7 +85,7 @@ def _attempt(
     program: Program,
     command: Sequence[str],
     mask: set[int | signal.Signals],
-    announcement: str,
+    announce: Callable[[str | None], str],
     ttl_s: float | None,
     *,
     mounted: bool,
@@ -92,7 +98,7 @@ def _attempt(
     word_in, word_out = os.pipe2(os.O_CLOEXEC)  # exec closes it: nothing said means that the command runs
     child = os.fork()
     if child == 0:
-        _become(grant if mounted else None, program, command, environment, mask, announcement, parent, word_out)
+        _become(grant if mounted else None, program, command, environment, mask, announce, parent, word_out)
     os.close(word_out)
     with open(word_in, "rb") as words:  # noqa: PTH123 (a descriptor)
         word = words.read()
@@ -133,24 +139,26 @@ def _become(
     command: Sequence[str],
     environment: Mapping[str, str],
     mask: set[int | signal.Signals],
-    announcement: str,
+    announce: Callable[[str | None], str],
     parent: int,
     word: int,
 ) -> NoReturn:
     """In the child: be the command. Ends by exec or by _exit, never by an exception: what is below is the parent's."""
     code = NOT_EXECUTABLE
     try:
+        shared = None  # why it is in its caller's cgroup
         if mounts is not None:
-            # Before the mounts: they may come with a user namespace, from which no cgroup can be asked for.
             cgroup = mounts.cgroup
-            apart = cgroup if cgroup is not None and cgroup.enter() is None else None
+            if cgroup is not None:
+                # Before the mounts: they may come with a user namespace, from which no cgroup can be asked for.
+                shared = cgroup.enter()
             deliver_by_mounts(mounts)
-            if apart is not None:
-                apart.tell()
+            if cgroup is not None and shared is None:
+                cgroup.tell()
         # Killed outright, amdvgpuctl can release nothing, and the daemon ends the lease: a command that went on would
         # use what is promised to somebody else. SIGKILL as SIGTERM can be ignored.
         die_with_parent(signal.SIGKILL, parent)
-        if announcement:
+        if announcement := announce(shared):
             os.write(2, announcement.encode() + b"\n")
         for name in ("SIGPIPE", "SIGXFSZ"):  # Python ignores these two, and exec would hand that down
             signal.signal(getattr(signal, name), signal.SIG_DFL)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -356,8 +357,10 @@ def test_an_outer_slice_stays_in_force_within_an_inner_one(granted: Granted, sta
 def test_a_user_gets_the_mounts_by_a_user_namespace_and_stays_who_they_are(granted: Granted, start: Start) -> None:
     Path("/run/amdvgpu").mkdir(exist_ok=True)
     script = "id -u; cat /etc/ld.so.preload; grep CapEff /proc/self/status; echo used >> /run/amdvgpu/alice/ledger"
-    done = end_of(start(*granted.options, "--", "sh", "-c", script, prefix=AS_USER))
-    assert done == (0, f"1000\n{granted.lease.preload[0]}\nCapEff:\t0000000000000000\n", BY_MOUNTS)
+    code, out, err = end_of(start(*granted.options, "--", "sh", "-c", script, prefix=AS_USER))
+    assert (code, out) == (0, f"1000\n{granted.lease.preload[0]}\nCapEff:\t0000000000000000\n")
+    # Nobody makes cgroups for a user without a session: that is said, and keeps nothing from starting.
+    assert re.fullmatch(re.escape(BY_MOUNTS.strip()) + "; no cgroup of its own: .+\n", err)
     assert granted.ledger.read_text().endswith("used\n")
 
 
