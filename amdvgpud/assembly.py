@@ -30,7 +30,7 @@ from amdvgpud.host.cdi import (
     SimulatedDevices,
 )
 from amdvgpud.host.cdi_partitions import WithPartitions
-from amdvgpud.host.cgroup import DmemCaps, TreeFiles
+from amdvgpud.host.cgroup import DmemCaps, TreeFiles, dmem_bytes
 from amdvgpud.host.containers import ContainerRecord, ProcContainers
 from amdvgpud.host.health import StandingsFile, SysfsHealth
 from amdvgpud.host.image import Images
@@ -129,7 +129,8 @@ def assemble(settings: Settings) -> Parts:
             log.info("Simulated machine %s written to %s.", settings.simulate, root)
         simulated = SimulatedDevices(root, _packaged("libsoftkfd.so"))
     gate = _gate(settings)
-    caps = DmemCaps(TreeFiles(), delegate=settings.dmem_delegate)
+    tree = TreeFiles()
+    caps = DmemCaps(tree, delegate=settings.dmem_delegate)
     sysfs = (CheckedSysfs if settings.amdsmi else SysfsReader)(root)
     metrics = Metrics(
         sysfs,
@@ -173,6 +174,7 @@ def assemble(settings: Settings) -> Parts:
         now_s=time.time,
         # softkfd sweeps what the dead held only when somebody opens it next: no sign that a driver leaks.
         vram_used_bytes=sysfs.vram_used_bytes if simulated is None else lambda pci_address: None,
+        dmem_bytes=lambda cgroup: dmem_bytes(tree, cgroup),
         refresh=refresh,
         sdma=settings.kernel_sdma,
     )

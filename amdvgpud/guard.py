@@ -14,10 +14,11 @@ import asyncio
 import logging
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
+from amdvgpud.core.caps import capped_cgroup
 from amdvgpud.core.errors import AmdvgpuError, NotFound
 from amdvgpud.core.leftovers import Baseline, learn, leftovers
 from amdvgpud.core.model import Gpu, GpuId, Inventory, Partition, PartitionId, ProcessUsage, SliceName, Usage
@@ -36,7 +37,9 @@ _SIGNALS: Final = {Step.TERMINATE: signal.SIGTERM, Step.KILL: signal.SIGKILL}
 class Figures(Protocol):
     """What the kernel says now. Blocking, from any thread; raises nothing, as what cannot be had is absent."""
 
-    def read(self, inventory: Inventory) -> KernelPicture: ...
+    def read(self, inventory: Inventory, cgroups: Collection[str] = ()) -> KernelPicture:
+        """``cgroups``: of which the picture is to say what the dmem controller counts."""
+        ...
 
 
 class Ender(Protocol):
@@ -151,7 +154,8 @@ class Guard:
 
     async def _sample(self) -> None:
         before = await self._node.refresh_usage()
-        picture, duration_s, self._cost_s = await asyncio.to_thread(self._look, before.inventory)
+        cgroups = {cgroup for of in before.containers.values() for c in of if (cgroup := capped_cgroup(c)) is not None}
+        picture, duration_s, self._cost_s = await asyncio.to_thread(self._look, before.inventory, cgroups)
         # A process takes and gives back all the time. Its gate charges before the driver serves and withdraws after it
         # has freed, so of two readings around the kernel's the larger one is fair.
         after = await self._node.refresh_usage()
@@ -184,10 +188,10 @@ class Guard:
             (*picture.reasons, *self._warnings(standing)),
         )
 
-    def _look(self, inventory: Inventory) -> tuple[KernelPicture, float, float]:
+    def _look(self, inventory: Inventory, cgroups: Collection[str]) -> tuple[KernelPicture, float, float]:
         """The picture, how long it took, and how much of it was work."""
         began_s, worked_s = time.perf_counter(), time.thread_time()
-        picture = self._figures.read(inventory)
+        picture = self._figures.read(inventory, cgroups)
         return picture, time.perf_counter() - began_s, time.thread_time() - worked_s
 
     def _warnings(self, standing: Sequence[Suspicion]) -> tuple[str, ...]:

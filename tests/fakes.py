@@ -4,7 +4,7 @@ each of them and on the real thing. A fake can be told to fail, once, at a named
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from amdvgpud.core.errors import Conflict, HostFailure, NotFound
@@ -276,9 +276,12 @@ class StillFigures:
 
     picture: KernelPicture = field(default_factory=KernelPicture)
     looks: int = 0
+    cgroups: Collection[str] = ()
+    """That were asked for last."""
 
-    def read(self, inventory: Inventory) -> KernelPicture:
+    def read(self, inventory: Inventory, cgroups: Collection[str] = ()) -> KernelPicture:
         self.looks += 1
+        self.cgroups = cgroups
         return self.picture
 
 

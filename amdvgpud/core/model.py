@@ -43,6 +43,11 @@ def slice_name(text: str, pointer: str = "/name") -> SliceName:
     return SliceName(text)
 
 
+def gpu_of(partition: PartitionId) -> GpuId:
+    """The GPU a partition is of, also when neither is there any more: the id says it."""
+    return GpuId(partition.rpartition("/")[0])
+
+
 # --------------------------------------------------------------------------------------------------- compute units
 
 

@@ -76,6 +76,8 @@ class KernelPicture:
     """By pid; None where the kernel's list cannot be had."""
     vram_used_bytes: Mapping[GpuId, int] = field(default_factory=dict)
     """Of the whole GPU, by anybody, as its driver says."""
+    dmem_bytes: Mapping[str, Mapping[GpuId, int]] = field(default_factory=dict)
+    """By cgroup, with all that is below it: what the dmem controller counts, of those that were asked for."""
     reasons: tuple[str, ...] = ()
     """Why something is missing, in sentences."""
 

@@ -291,13 +291,17 @@ class ShareView(Struct, kw_only=True):
     """VRAM that the kernel accounts to the slice's processes, as of its last look; null: it cannot be told."""
     untracked_bytes: int | None = None
     """Of these, what their ledger slots do not have; null also where the slice needs no gate."""
+    dmem_bytes: int | None = None
+    """VRAM that the kernel's dmem controller counts for the slice's containers, as of the last look; null: it cannot be
+    told, also where a container has another slice on the GPU too."""
 
 
 SliceState = Literal["free", "held", "running", "lost"]
 
 
 class ContainerView(Struct, kw_only=True):
-    """A container that has the slice. `cap`: why the kernel does not cap its VRAM; empty: it does; null: not tried."""
+    """A container that has the slice. `cap`: why the kernel does not cap its VRAM; empty: it does; null: not tried.
+    `dmem_bytes`: what the kernel's dmem controller counts for all of it, by GPU; null: it cannot be told."""
 
     id: str
     pid: int
@@ -307,6 +311,7 @@ class ContainerView(Struct, kw_only=True):
     gate: Annotated[Literal["yes", "no", "unknown"], Meta(description="whether the gate gets into its first program")]
     gate_reason: str
     cap: str | None
+    dmem_bytes: dict[str, int] | None = None
 
 
 class SliceView(Struct, kw_only=True):
@@ -393,6 +398,7 @@ class GpuUsageView(Struct, kw_only=True):
     frees: int
     driver_bytes: int | None = None
     untracked_bytes: int | None = None
+    dmem_bytes: int | None = None
 
 
 class UsageView(Struct, kw_only=True):

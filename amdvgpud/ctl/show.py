@@ -293,13 +293,14 @@ def slice(item: wire.SliceView, usage: wire.UsageView | None = None, processes: 
     if item.containers:
         print()
         print_table(
-            _columns("CONTAINER PID> POD GATE KERNEL-CAP"),
+            _columns("CONTAINER PID> POD GATE DMEM> KERNEL-CAP"),
             [
                 [
                     container.id[:12] or "?",
                     str(container.pid),
                     _maybe(container.pod),
                     container.gate + (f": {container.gate_reason}" if container.gate_reason else ""),
+                    NONE if container.dmem_bytes is None else human_size(sum(container.dmem_bytes.values())),
                     "yes" if container.cap == "" else f"no: {container.cap}" if container.cap else "-",
                 ]
                 for container in item.containers

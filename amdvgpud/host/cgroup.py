@@ -1,8 +1,8 @@
 """The kernel's cap on VRAM: the dmem controller's files in the cgroup tree.
 
-Owns how a cap is put on a cgroup, seen to be in force, and lifted. Does not own which cgroup gets what
-(:mod:`amdvgpud.core.caps`). Sources: kernel/cgroup/dmem.c and Documentation/admin-guide/cgroup-v2.rst of Linux 6.14 and
-later. tests/e2e/vm tries it on a kernel 7.2.
+Owns how a cap is put on a cgroup, seen to be in force, and lifted, and what is counted. Does not own which cgroup gets
+what (:mod:`amdvgpud.core.caps`). Sources: kernel/cgroup/dmem.c and Documentation/admin-guide/cgroup-v2.rst of Linux
+6.14 and later. tests/e2e/vm tries it on a kernel 7.2.
 
 The traps, each met by reading back what was written:
 
@@ -144,6 +144,15 @@ class DmemCaps:
                     return f"{above} has processes of its own, so the kernel lets no controller be switched on below it"
                 return f"{control} cannot be written: {_said(error)}"
         return None
+
+
+def dmem_bytes(files: Files, cgroup: str) -> dict[str, int]:
+    """What the controller counts for the cgroup and all below it, by region; nothing where it does not count there."""
+    try:
+        lines = _lines(files.read(f"{cgroup}/dmem.current"))
+    except OSError:
+        return {}
+    return {region: int(text) for region, text in lines.items() if text.isdecimal()}
 
 
 def _lines(text: str) -> dict[str, str]:

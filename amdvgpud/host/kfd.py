@@ -1,4 +1,4 @@
-"""What the kernel accounts to each process: kfd/proc, DRM's fdinfo, the driver's own total of each GPU.
+"""What the kernel accounts to each process: kfd/proc, DRM's fdinfo, the driver's own total of each GPU; and to cgroups.
 
 Owns the reading, and what of it may be kept from one look to the next. Does not own what it means
 (:mod:`amdvgpud.core.truth`). Opens no device. A file that vanishes is a process, a context or a queue that has ended,
@@ -18,11 +18,12 @@ import contextlib
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from amdvgpud.core.caps import region_of
 from amdvgpud.core.model import Inventory
 from amdvgpud.core.truth import Belonging, KernelPicture, KernelProcess
 from amdvgpud.host.procs import SliceMounts, inner_pid, start_ticks
@@ -69,8 +70,8 @@ class KernelFigures:
     """The implementation of :class:`amdvgpud.guard.Figures`. Blocking; callers in several threads take turns.
 
     ``root`` holds ``sys/``; ``slices`` is the directory of slices; ``vram_used_bytes`` tells a GPU's total by its PCI
-    address. ``refresh`` is called before each look: a simulation brings its kfd/proc up to date there. ``own_pids`` are
-    of the daemon's own children, who use nothing.
+    address, ``dmem_bytes`` what is counted for a cgroup by its region. ``refresh`` is called before each look: a
+    simulation brings its kfd/proc up to date there. ``own_pids`` are of the daemon's own children, who use nothing.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class KernelFigures:
         proc: Path = Path("/proc"),
         now_s: Callable[[], float],
         vram_used_bytes: Callable[[str], int | None] = lambda pci_address: None,
+        dmem_bytes: Callable[[str], Mapping[str, int]] = lambda cgroup: {},
         refresh: Callable[[], None] = lambda: None,
         own_pids: Callable[[], frozenset[int]] = frozenset,
         sdma: bool = False,
@@ -90,17 +92,18 @@ class KernelFigures:
         self._proc = proc
         self._now_s = now_s
         self._vram_used_bytes = vram_used_bytes
+        self._dmem_bytes = dmem_bytes
         self._refresh = refresh
         self._own_pids = own_pids
         self._sdma = sdma
         self._known: dict[int, _Known] = {}
         self._turn = threading.Lock()
 
-    def read(self, inventory: Inventory) -> KernelPicture:
+    def read(self, inventory: Inventory, cgroups: Collection[str] = ()) -> KernelPicture:
         with self._turn:
-            return self._read(inventory)
+            return self._read(inventory, cgroups)
 
-    def _read(self, inventory: Inventory) -> KernelPicture:
+    def _read(self, inventory: Inventory, cgroups: Collection[str]) -> KernelPicture:
         with contextlib.suppress(OSError):  # the look is then at what was there before
             self._refresh()
         reasons = []
@@ -116,7 +119,13 @@ class KernelFigures:
             finally:
                 os.close(folder)
         used = {gpu.id: n for gpu in inventory.gpus if (n := self._vram_used(gpu.pci_address)) is not None}
-        return KernelPicture(self._now_s(), processes, used, tuple(reasons))
+        regions = {region_of(gpu.pci_address): gpu.id for gpu in inventory.gpus}
+        counted = {
+            cgroup: {regions[region]: n for region, n in self._dmem_bytes(cgroup).items() if region in regions}
+            for cgroup in cgroups
+        }
+        dmem = {cgroup: of for cgroup, of in counted.items() if of}
+        return KernelPicture(self._now_s(), processes, used, dmem, tuple(reasons))
 
     # -------------------------------------------------------------------------------------------------- whose list
 

@@ -249,7 +249,7 @@ class Endpoints:
         after = None if query.cursor is UNSET else _name_of_cursor(query.cursor)
         found = [
             item
-            for item in views.slice_views(view, self._about.cdi_kind, self._guard().comparison)
+            for item in views.slice_views(view, self._about.cdi_kind, self._guard())
             if (after is None or item.name > after)
             and (query.state is UNSET or item.state == query.state)
             and (on is None or any(s.partition in on for s in item.shares))
@@ -326,11 +326,11 @@ class Endpoints:
 
     async def get_usage(self, call: Call, query: routes.NoQuery) -> Reply:
         view, item = await self._fresh(call.path["name"])
-        return Reply(views.usage_view(view, item, self._guard().comparison))
+        return Reply(views.usage_view(view, item, self._guard()))
 
     async def list_processes(self, call: Call, query: routes.NoQuery) -> Reply:
         view, item = await self._fresh(call.path["name"])
-        return Reply(views.process_list(view, item, self._guard().comparison))
+        return Reply(views.process_list(view, item, self._guard()))
 
     async def _fresh(self, name: str) -> tuple[NodeView, Slice]:
         """The picture with this slice's ledger read just now."""
@@ -342,7 +342,7 @@ class Endpoints:
         if item.name not in view.book.slices:
             # Deleted by somebody else between our change and this answer, which still says what we did.
             view = replace(view, book=Book(view.book.revision, {item.name: item}))
-        seen = self._guard().comparison
+        seen = self._guard()
         return Reply(views.slice_view(view, item, self._about.cdi_kind, seen), revision=item.revision)
 
     def _plan_reply(self, name: SliceName, plan: Plan) -> Reply:

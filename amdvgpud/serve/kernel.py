@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
+from amdvgpud.core.caps import counted_bytes
 from amdvgpud.core.truth import Comparison
 from amdvgpud.guard import GuardView
 from amdvgpud.node import NodeView
@@ -17,6 +18,7 @@ NAMES: Final = frozenset(
     {
         "amdvgpu_slice_vram_driver_bytes",
         "amdvgpu_slice_vram_untracked_bytes",
+        "amdvgpu_slice_vram_dmem_bytes",
         "amdvgpu_slice_unmanaged_processes",
         "amdvgpu_slice_compute_units_occupied",
         "amdvgpu_slice_evicted_seconds_total",
@@ -34,6 +36,11 @@ def families(view: NodeView, seen: GuardView) -> Iterator[tuple[str, list[str]]]
     if seen.comparison is not None:
         _slices(lines, seen.comparison)
         _strangers(lines, view, seen.comparison)
+    for name, item in sorted(view.book.slices.items()):
+        for share in item.shares:
+            held = counted_bytes(name, share.partition, view.containers, view.book, seen.picture.dmem_bytes)
+            if held is not None:
+                lines["amdvgpu_slice_vram_dmem_bytes"].append(f"{_share(name, share.partition)} {held}")
     for (name, partition), seconds in sorted(seen.evicted_s.items()):
         lines["amdvgpu_slice_evicted_seconds_total"].append(f"{_share(name, partition)} {seconds}")
     for reason, count in seen.findings.items():

@@ -27,7 +27,7 @@ from prometheus_client.openmetrics import exposition as openmetrics_exposition
 
 from amdvgpud.core import errors
 from amdvgpud.core.health import Condition
-from amdvgpud.core.model import Gpu, GpuId, Inventory, Slice, Usage
+from amdvgpud.core.model import Gpu, GpuId, Inventory, Slice, Usage, gpu_of
 from amdvgpud.core.plan import capacities
 from amdvgpud.guard import GuardView
 from amdvgpud.node import NodeView
@@ -208,6 +208,14 @@ METRICS: Final = (
         "bytes",
         _SHARE,
         "VRAM that the kernel accounts to the slice's processes and the ledger does not have.",
+    ),
+    Metric(
+        "amdvgpu_slice_vram_dmem_bytes",
+        "gauge",
+        "bytes",
+        _SHARE,
+        "VRAM that the kernel's dmem controller counts for the slice's containers, as of the last look; absent where "
+        "it cannot be told, as with two slices of a GPU in one container.",
     ),
     Metric(
         "amdvgpu_slice_unmanaged_processes",
@@ -667,7 +675,7 @@ class Metrics:
         )
         count = {(g.id, state): 0 for g in gpus for state in SLICE_STATES}
         for item, state, _ in views.states(view):
-            for gpu_id in {views.gpu_of(s.partition) for s in item.shares}:
+            for gpu_id in {gpu_of(s.partition) for s in item.shares}:
                 if (gpu_id, state) in count:
                     count[gpu_id, state] += 1
         page.family(
@@ -771,7 +779,7 @@ class Metrics:
         for item in sorted(view.book.slices.values(), key=lambda s: s.name):
             usage = view.usage.get(item.name) or Usage(item.name)
             for index, share in enumerate(item.shares):
-                labels = labels_text(guest, ("", "", item.name, str(index), views.gpu_of(share.partition)))
+                labels = labels_text(guest, ("", "", item.name, str(index), gpu_of(share.partition)))
                 limit_lines.append(f"{labels} {share.vram_bytes}")
                 if (partition := partitions.get(share.partition)) is not None:
                     used_lines.append(f"{labels} {usage.used_bytes(partition.kfd_gpu_id)}")

@@ -12,22 +12,31 @@ from types import MappingProxyType
 from typing import Final, Literal
 
 from amdvgpud.core import cumask, modes, wire
+from amdvgpud.core.caps import capped_cgroup, counted_bytes
 from amdvgpud.core.compute import format_compute
 from amdvgpud.core.containers import Container
 from amdvgpud.core.errors import Conflict
-from amdvgpud.core.model import Gpu, GpuId, Inventory, Lease, Partition, PartitionId, Profile, Share, Slice, Usage
+from amdvgpud.core.model import (
+    Gpu,
+    GpuId,
+    Inventory,
+    Lease,
+    Partition,
+    PartitionId,
+    Profile,
+    Share,
+    Slice,
+    Usage,
+    gpu_of,
+)
 from amdvgpud.core.plan import Capacity, capacities
 from amdvgpud.core.render import slice_environment
-from amdvgpud.core.truth import Comparison, GpuTruth, Truth, needs_gate
+from amdvgpud.core.truth import GpuTruth, Truth, needs_gate
 from amdvgpud.events import Event
+from amdvgpud.guard import GuardView
 from amdvgpud.node import NodeView, Repartition
 
 _WORD_OF: Final[Mapping[bool | None, Literal["yes", "no", "unknown"]]] = {True: "yes", False: "no", None: "unknown"}
-
-
-def gpu_of(partition: PartitionId) -> GpuId:
-    """The GPU a partition is of, also when neither is there any more: the id says it."""
-    return GpuId(partition.rpartition("/")[0])
 
 
 def partition_view(partition: Partition, capacity: Capacity, by_node: Mapping[int, PartitionId]) -> wire.PartitionView:
@@ -203,7 +212,13 @@ def mode_proposals(view: NodeView, wants: Sequence[modes.Want]) -> wire.ModeProp
     )
 
 
-def share_view(share: Share, inventory: Inventory, usage: Usage | None, seen: GpuTruth | None = None) -> wire.ShareView:
+def share_view(
+    share: Share,
+    inventory: Inventory,
+    usage: Usage | None,
+    seen: GpuTruth | None = None,
+    dmem_bytes: int | None = None,
+) -> wire.ShareView:
     partition = inventory.partition(share.partition)
     used = 0 if usage is None or partition is None else usage.used_bytes(partition.kfd_gpu_id)
     return wire.ShareView(
@@ -218,6 +233,7 @@ def share_view(share: Share, inventory: Inventory, usage: Usage | None, seen: Gp
         shared=share.shared,
         driver_bytes=seen.driver_bytes if seen else None,
         untracked_bytes=seen.untracked_bytes if seen else None,
+        dmem_bytes=dmem_bytes,
     )
 
 
@@ -248,18 +264,22 @@ def enforced_by(item: Slice, inventory: Inventory, containers: Sequence[Containe
     return "gate+dmem" if capped else "gate"
 
 
-def slice_views(view: NodeView, cdi_kind: str, seen: Comparison | None = None) -> list[wire.SliceView]:
-    """All slices in order of names. ``seen``: what the kernel says, where it says something."""
+def slice_views(view: NodeView, cdi_kind: str, seen: GuardView) -> list[wire.SliceView]:
+    """All slices in order of names. ``seen``: what the kernel says."""
     return [_slice_view(view, item, state, lease, cdi_kind, seen) for item, state, lease in states(view)]
 
 
-def slice_view(view: NodeView, item: Slice, cdi_kind: str, seen: Comparison | None = None) -> wire.SliceView:
+def slice_view(view: NodeView, item: Slice, cdi_kind: str, seen: GuardView) -> wire.SliceView:
     state, lease = next((state, lease) for other, state, lease in states(view) if other.name == item.name)
     return _slice_view(view, item, state, lease, cdi_kind, seen)
 
 
-def _truth_of(seen: Comparison | None, item: Slice) -> Truth | None:
-    return None if seen is None else seen.slices.get(item.name)
+def _truth_of(seen: GuardView, item: Slice) -> Truth | None:
+    return None if seen.comparison is None else seen.comparison.slices.get(item.name)
+
+
+def _counted_bytes(view: NodeView, item: Slice, share: Share, seen: GuardView) -> int | None:
+    return counted_bytes(item.name, share.partition, view.containers, view.book, seen.picture.dmem_bytes)
 
 
 def _slice_view(
@@ -268,7 +288,7 @@ def _slice_view(
     state: wire.SliceState,
     lease: Lease | None,
     cdi_kind: str,
-    seen: Comparison | None,
+    seen: GuardView,
 ) -> wire.SliceView:
     truth = _truth_of(seen, item)
     gpus = truth.gpus if truth else {}
@@ -286,7 +306,10 @@ def _slice_view(
         cdi_device=f"{cdi_kind}={item.name}" if lost is None and view.cdi.written else None,
         compute=format_compute(item.request.compute),
         policy=item.request.compute.policy.value,
-        shares=[share_view(s, view.inventory, usage, gpus.get(s.partition)) for s in item.shares],
+        shares=[
+            share_view(s, view.inventory, usage, gpus.get(s.partition), _counted_bytes(view, item, s, seen))
+            for s in item.shares
+        ],
         lease=None if lease is None else lease.id,
         processes=len(usage.processes),
         created_s=item.created_s,
@@ -304,13 +327,19 @@ def _slice_view(
                 gate=_WORD_OF[c.gate.fits],
                 gate_reason=c.gate.reason,
                 cap=c.cap,
+                dmem_bytes=_dmem_bytes(c, seen),
             )
             for c in containers
         ],
     )
 
 
-def usage_view(view: NodeView, item: Slice, seen: Comparison | None = None) -> wire.UsageView:
+def _dmem_bytes(container: Container, seen: GuardView) -> dict[str, int] | None:
+    counted = seen.picture.dmem_bytes.get(capped_cgroup(container) or "")
+    return None if counted is None else {str(gpu): n for gpu, n in sorted(counted.items())}
+
+
+def usage_view(view: NodeView, item: Slice, seen: GuardView) -> wire.UsageView:
     """Figures of GPUs that are gone are left out: nobody knows them."""
     truth = _truth_of(seen, item)
     usage = view.usage.get(item.name) or Usage(item.name)
@@ -334,12 +363,13 @@ def usage_view(view: NodeView, item: Slice, seen: Comparison | None = None) -> w
                 frees=ledger.frees if ledger else 0,
                 driver_bytes=driver.driver_bytes if driver else None,
                 untracked_bytes=driver.untracked_bytes if driver else None,
+                dmem_bytes=_counted_bytes(view, item, share, seen),
             )
         )
     return wire.UsageView(slice=item.name, gpus=gpus, damaged=usage.damaged, reclaimed_bytes=usage.reclaimed_bytes)
 
 
-def process_list(view: NodeView, item: Slice, seen: Comparison | None = None) -> wire.ProcessList:
+def process_list(view: NodeView, item: Slice, seen: GuardView) -> wire.ProcessList:
     """Those in the ledger, each with what the kernel says of it, then those that only the kernel knows.
 
     Bytes on a GPU that the inventory does not have are left out.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from amdvgpud.core.caps import capped_cgroup, quotas, wanted_caps
+from amdvgpud.core.caps import capped_cgroup, counted_bytes, quotas, wanted_caps
 from amdvgpud.core.containers import Container
-from amdvgpud.core.model import Book, Compute, Inventory, Request, Slice, SliceName, slice_name
+from amdvgpud.core.model import Book, Compute, Inventory, PartitionId, Request, Slice, SliceName, slice_name
 from amdvgpud.core.plan import place
 from tests.fakes import GIB, an_inventory
 
@@ -57,3 +57,37 @@ def test_a_slice_that_is_told_twice_counts_once_and_one_that_is_gone_not_at_all(
 
 def test_a_gpu_that_is_gone_is_not_capped() -> None:
     assert wanted_caps(having([C], book(alice=8), an_inventory(0)), 0) == {}
+
+
+def test_what_the_kernel_counts_is_a_slices_where_its_containers_have_only_that_on_the_gpu() -> None:
+    made = book(alice=8, bob=4)
+    (share,) = made.slices[ALICE].shares
+    gpu = an_inventory().gpus[0].id
+    other = replace(C, id="f" * 64, cgroup=f"/machine.slice/libpod-{'f' * 64}.scope")
+    dmem = {SCOPE: {gpu: 3 * GIB}, str(other.cgroup): {gpu: GIB}}
+
+    def counted(**containers: tuple[Container, ...]) -> int | None:
+        return counted_bytes(ALICE, share.partition, {SliceName(n): of for n, of in containers.items()}, made, dmem)
+
+    assert counted(alice=(C,)) == 3 * GIB
+    assert counted(alice=(C, other)) == 4 * GIB
+    assert counted(alice=(C,), bob=(replace(other, slice=BOB),)) == 3 * GIB
+
+
+def test_where_it_cannot_be_told_whose_it_is_nothing_is_said() -> None:
+    made = book(alice=8, bob=4)
+    (share,) = made.slices[ALICE].shares
+    dmem = {SCOPE: {an_inventory().gpus[0].id: 3 * GIB}}
+    for containers in (
+        {},
+        {ALICE: (C,), BOB: (replace(C, slice=BOB),)},
+        {ALICE: (C,), SliceName("gone"): (replace(C, slice=SliceName("gone")),)},
+        {ALICE: (C, replace(C, id="f" * 64, cgroup=f"/docker/{'f' * 64}"))},
+        {ALICE: (replace(C, cgroup="/user.slice"),)},
+    ):
+        assert counted_bytes(ALICE, share.partition, containers, made, dmem) is None
+    elsewhere = replace(
+        made.slices[BOB], shares=tuple(replace(s, partition=PartitionId("GPU-x/0")) for s in made.slices[BOB].shares)
+    )
+    both = {ALICE: (C,), BOB: (replace(C, slice=BOB),)}
+    assert counted_bytes(ALICE, share.partition, both, made.with_slice(elsewhere), dmem) == 3 * GIB

@@ -268,6 +268,35 @@ def test_piped_output_is_plain_and_aligned(
     assert (done.exit_code, done.stdout, done.stderr) == (0, text, "")
 
 
+def test_of_each_container_is_shown_what_the_kernel_counts_for_it_and_whether_it_is_capped(
+    daemon: FakeDaemon, ctl: Ctl
+) -> None:
+    one = wire.ContainerView(
+        id="f" * 64,
+        pid=7,
+        pod=None,
+        since_s=1.0,
+        reported=True,
+        gate="yes",
+        gate_reason="",
+        cap="",
+        dmem_bytes={"G": GIB},
+    )
+    other = msgspec.structs.replace(one, id="e" * 64, cap="this kernel has no dmem controller", dmem_bytes=None)
+    daemon.says("GET", "/v1/slices/alice", msgspec.structs.replace(slice_view(), containers=[one, other]))
+    daemon.says("GET", "/v1/slices/alice/usage", USAGE)
+    daemon.says("GET", "/v1/slices/alice/processes", PROCESSES)
+    shown = [
+        line.split(maxsplit=5)
+        for line in ctl("slice", "show", "alice").stdout.splitlines()
+        if "fff" in line or "eee" in line
+    ]
+    assert shown == [
+        ["f" * 12, "7", "-", "yes", "1", "GiB  yes"],
+        ["e" * 12, "7", "-", "yes", "-", "no: this kernel has no dmem controller"],
+    ]
+
+
 @pytest.mark.parametrize(("command", "path", "answer", "_text"), READS, ids=[" ".join(r[0][:2]) for r in READS])
 def test_json_is_what_the_api_said_byte_for_byte(
     daemon: FakeDaemon, ctl: Ctl, command: tuple[str, ...], path: str, answer: object, _text: str

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from amdvgpud.host.cgroup import DmemCaps
+from amdvgpud.host.cgroup import DmemCaps, dmem_bytes
 from tests.host.dmem_kernel import OTHER, REGION, Kernel
 
 GIB = 2**30
@@ -89,3 +89,12 @@ def test_a_machine_without_the_controller_says_so() -> None:
     assert DmemCaps(Kernel()).lack() is None
     assert "no cgroup v2 tree" in str(DmemCaps(Kernel(controllers="")).lack())
     assert "no dmem controller" in str(DmemCaps(Kernel(controllers="cpu memory")).lack())
+
+
+def test_what_is_counted_for_a_cgroup_is_told_by_region_and_nothing_where_nobody_counts() -> None:
+    kernel = Kernel(used={(SCOPE, REGION): 3 * GIB})
+    assert dmem_bytes(kernel, SCOPE) == {}
+    kernel.switched_on |= {"/", "/machine.slice"}
+    assert dmem_bytes(kernel, SCOPE) == {REGION: 3 * GIB, OTHER: 0}
+    kernel.gone.add(SCOPE)
+    assert dmem_bytes(kernel, SCOPE) == {}

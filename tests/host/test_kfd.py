@@ -256,3 +256,14 @@ def test_a_look_leaves_no_descriptor_open(machine: Machine) -> None:
     before = os.listdir("/proc/self/fd")  # noqa: PTH208
     figures.read(Inventory())
     assert os.listdir("/proc/self/fd") == before  # noqa: PTH208
+
+
+def test_what_is_counted_for_a_cgroup_is_told_by_gpu_and_only_of_cgroups_that_are_asked_for(machine: Machine) -> None:
+    gpus = (a_gpu(0), a_gpu(1))
+    regions = [f"drm/{gpu.pci_address}/vram" for gpu in gpus]
+    counted = {"/a": {regions[0]: 7, "drm/0000:ff:00.0/vram": 9}, "/b": {}, "/c": {regions[1]: 5}}
+    figures = KernelFigures(
+        machine.slices, root=machine.root, now_s=lambda: 5.0, dmem_bytes=lambda cgroup: counted[cgroup]
+    )
+    assert figures.read(Inventory(gpus), {"/a", "/b"}).dmem_bytes == {"/a": {gpus[0].id: 7}}
+    assert figures.read(Inventory(gpus)).dmem_bytes == {}

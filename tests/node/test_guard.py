@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from amdvgpud.core.containers import Container
 from amdvgpud.core.errors import HostFailure, Lingering
 from amdvgpud.core.model import (
     Compute,
@@ -132,6 +133,14 @@ async def test_a_look_shows_what_no_ledger_has(bench: Bench) -> None:
     assert (view.last_success_s, view.suspicions, view.looked) == (bench.now_s, (), True)
 
 
+async def test_a_look_is_also_at_what_is_counted_for_the_containers_own_cgroups(bench: Bench) -> None:
+    scope = f"/machine.slice/libpod-{'a' * 64}.scope"
+    one = Container(ALICE, "a" * 64, 7, 70, f"{scope}/container", None, 0.0, reported=True)
+    await bench.node.set_containers({ALICE: (one, replace(one, id="b" * 64, cgroup="/user.slice"))})
+    await bench.look_after(1)
+    assert set(bench.figures.cgroups) == {scope}
+
+
 async def test_a_look_without_a_list_of_processes_says_why_and_keeps_the_time_of_the_last_good_one(
     bench: Bench,
 ) -> None:
@@ -146,7 +155,7 @@ async def test_a_charge_that_was_withdrawn_while_the_kernel_was_asked_still_coun
     bench.ledger((50, 90 * MIB))
 
     class Freed(StillFigures):
-        def read(self, inventory: object) -> KernelPicture:
+        def read(self, inventory: object, cgroups: object = ()) -> KernelPicture:
             bench.ledger((50, 0))
             return KernelPicture(0.0, (rogue(90 * MIB),))
 

@@ -6,13 +6,14 @@ import os
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 
+from amdvgpud.core.containers import Container
 from amdvgpud.core.model import GpuUsage, Holder, ProcessUsage, SliceName, Usage
 from amdvgpud.core.truth import Comparison, KernelPicture, KernelProcess, compare
 from amdvgpud.guard import GuardView
@@ -105,6 +106,19 @@ class Desk:
         comparison = compare(view.book, view.inventory, view.usage, picture)
         evicted_s = {(name, at): 1.5 for name, t in (comparison or Comparison()).slices.items() for at in t.gpus}
         self.seen = GuardView(picture, comparison, evicted_s, looked=True, duration_s=0.25, last_success_s=self.now_s)
+
+    async def contained(self, *slices: str) -> None:
+        """One container has them."""
+        name = "0123456789abcdef" * 4
+        one = Container(SliceName(""), name, 7, 70, f"/machine.slice/libpod-{name}.scope", None, 0.0, reported=True)
+        await self.node.set_containers({SliceName(s): (replace(one, slice=SliceName(s)),) for s in slices})
+
+    def kernel_counts(self, size_bytes: int) -> None:
+        """For the container, on the first GPU."""
+        view = self.node.view()
+        ((one, *_), *_) = view.containers.values()
+        counted = {str(one.cgroup): {view.inventory.gpus[0].id: size_bytes}}
+        self.seen = replace(self.seen, picture=replace(self.seen.picture, dmem_bytes=counted))
 
     async def start(self) -> None:
         await self.node.start()

@@ -316,6 +316,8 @@ async def _full(make_desk: Any) -> Any:
     await desk.node.tick()
     inside = Belonging((SliceName("alice"),))
     desk.kernel_says(KernelProcess(99, 5, belonging=inside, vram_bytes={1000: 1}, cu_occupancy={1000: 9}))
+    await desk.contained("alice")
+    desk.kernel_counts(700)
     return desk
 
 
@@ -444,3 +446,15 @@ async def test_occupancy_is_shown_where_the_kernel_tells_it(desk: Any) -> None:
     await desk.ask("PUT", "/v1/slices/alice", {"vram": "1GiB", "compute": "25%", "on": ["0"]})
     desk.kernel_says(_rogue(cu_occupancy={1000: 12}))
     assert _of(await _samples(desk), "amdvgpu_slice_compute_units_occupied") == {(GPU0, "0", "alice"): 12}
+
+
+async def test_what_the_kernel_counts_for_containers_is_absent_where_it_is_not_a_slices_alone(desk: Any) -> None:
+    for name in ("alice", "bob"):
+        await desk.ask("PUT", f"/v1/slices/{name}", {"vram": "1GiB", "compute": "25%", "on": ["0"]})
+    metric = "amdvgpu_slice_vram_dmem_bytes"
+    assert _of(await _samples(desk), metric) == {}
+    await desk.contained("alice")
+    desk.kernel_counts(700)
+    assert _of(await _samples(desk), metric) == {(GPU0, "0", "alice"): 700}
+    await desk.contained("alice", "bob")
+    assert _of(await _samples(desk), metric) == {}

@@ -45,6 +45,7 @@ async def test_a_put_creates_and_the_same_put_again_changes_nothing(desk: Any) -
                 "shared": False,
                 "driver_bytes": None,
                 "untracked_bytes": None,
+                "dmem_bytes": None,
             }
         ],
         "lease": None,
@@ -172,6 +173,7 @@ async def test_usage_and_processes_are_those_of_the_ledger_now(desk: Any) -> Non
                 "frees": 5,
                 "driver_bytes": None,
                 "untracked_bytes": None,
+                "dmem_bytes": None,
             }
         ],
         "damaged": None,
@@ -231,6 +233,18 @@ async def test_what_the_kernel_says_stands_beside_what_the_ledger_says(desk: Any
             "tracked": False,
         },
     ]
+
+
+async def test_what_the_kernel_counts_for_a_container_is_shown_for_it_and_for_its_slice(desk: Any) -> None:
+    await desk.ask("PUT", "/v1/slices/alice", {"vram": "1GiB", "compute": "25%", "on": ["0"]})
+    desk.kernel_says()
+    await desk.contained("alice")
+    uncounted = (await desk.ask("GET", "/v1/slices/alice")).json
+    assert (uncounted["containers"][0]["dmem_bytes"], uncounted["shares"][0]["dmem_bytes"]) == (None, None)
+    desk.kernel_counts(700)
+    item = (await desk.ask("GET", "/v1/slices/alice")).json
+    assert (item["containers"][0]["dmem_bytes"], item["shares"][0]["dmem_bytes"]) == ({GPU0: 700}, 700)
+    assert (await desk.ask("GET", "/v1/slices/alice/usage")).json["gpus"][0]["dmem_bytes"] == 700
 
 
 async def test_a_list_comes_in_pages_by_name_and_by_filter(desk: Any) -> None:
