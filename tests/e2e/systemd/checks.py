@@ -122,6 +122,20 @@ def a_rootless_owner_passes_through_to_the_own_slice_only() -> None:
 
 
 @check
+def a_command_has_a_scope_of_its_own_that_the_daemon_knows() -> None:
+    with program("alice", 1) as pid:
+        cgroup = Path(f"/proc/{pid}/cgroup").read_text().rpartition("0::")[2].strip()
+        (one,) = api("/v1/slices/alice")["containers"]
+        assert cgroup == f"/system.slice/amdvgpu-run-{one['id']}.scope"
+        unit = Path(cgroup).name
+        assert show(unit, "ActiveState", "Description") == ["active", "amdvgpuctl run in slice alice"]
+        assert (one["pid"], one["reported"]) == (pid, True)
+        assert one["cap"], "no kernel of this test bed has the dmem controller, and that must be said"
+    until("the scope is collected", lambda: show(unit, "LoadState") == ["not-found"])
+    assert api("/v1/slices/alice")["containers"] == []
+
+
+@check
 def a_kill_restarts_it_and_running_programs_keep_their_ledger() -> None:
     with program("alice", 2):
         before, pid = files_of("alice"), main_pid()
