@@ -26,8 +26,8 @@ from amdvgpud.serve.kube.delivery import Delivery
 from amdvgpud.serve.kube.hami import HamiSettings, HamiSide
 from amdvgpud.serve.kube.hami import withdraw as hami_withdraw
 from amdvgpud.serve.kube.labels import keep_labels
-from amdvgpud.serve.kube.podresources import PodResources
-from amdvgpud.serve.kube.pods import PodWatch
+from amdvgpud.serve.kube.podresources import PodResources, remembered_pods
+from amdvgpud.serve.kube.pods import Held, PodWatch
 from amdvgpud.serve.kube.resources import Grant, Mountpoints, Resource, grant_of
 from amdvgpud.serve.metrics import Metrics
 from amdvgpud.settings import Settings, hook_needs
@@ -105,7 +105,7 @@ class Kubelet:
         self._hami: _Hami | None = None
         if "hami" in settings.kubelet_mode:
             api, name = cluster_api(settings, environment)
-            watch = PodWatch(node, api, name, held=_holders(pod_resources, settings), now_s=time.time)
+            watch = PodWatch(node, api, name, held=_holders(pod_resources, settings), find=find, now_s=time.time)
             side = HamiSide(
                 node,
                 api,
@@ -255,12 +255,14 @@ def _counting(settings: Settings, environment: Mapping[str, str]) -> Callable[[s
     return counted
 
 
-def _holders(pod_resources: PodResources, settings: Settings) -> Callable[[], Awaitable[frozenset[tuple[str, str]]]]:
-    async def held() -> frozenset[tuple[str, str]]:
+def _holders(pod_resources: PodResources, settings: Settings) -> Callable[[], Awaitable[Held]]:
+    async def held() -> Held:
+        uids = await asyncio.to_thread(remembered_pods, hami.COUNT_RESOURCE, settings.kubelet_dir)
         if not settings.kubelet_pod_resources.parent.is_dir():
-            return frozenset()  # not mounted here: it can never be asked, and API and ledger have to do
+            return Held(uids=uids)  # not mounted here: it can never be asked, and the others have to do
         every = await pod_resources.list()
-        return frozenset((each.namespace, each.pod) for each in every if each.resource == hami.COUNT_RESOURCE)
+        names = frozenset((each.namespace, each.pod) for each in every if each.resource == hami.COUNT_RESOURCE)
+        return Held(names, uids)
 
     return held
 

@@ -137,6 +137,21 @@ def read_checkpoint(path: Path) -> tuple[CheckpointEntry, ...]:
         raise HostFailure(f"the kubelet's checkpoint {path} cannot be read: {error!r}") from error
 
 
+def remembered_pods(resource: str, plugins_dir: Path) -> frozenset[str]:
+    """The uids of pods with devices of ``resource`` that the kubelet is not done with. ``HostFailure`` as above.
+
+    An entry of the checkpoint goes when the next pod is given something, a pod's directory when its containers have
+    ended and its volumes are unmounted: it takes both. None where the pods' directories are not to be seen here (a
+    DaemonSet does not mount them, for the pods' secrets are in them): entries alone may be of pods long gone.
+    """
+    pods = plugins_dir.parent / "pods"
+    return frozenset(
+        entry.pod_uid
+        for entry in read_checkpoint(plugins_dir / "kubelet_internal_checkpoint")
+        if entry.resource == resource and (pods / entry.pod_uid).is_dir()
+    )
+
+
 def _ids(value: object) -> tuple[str, ...]:
     """By NUMA node since Kubernetes 1.20, a plain list before."""
     if isinstance(value, dict):

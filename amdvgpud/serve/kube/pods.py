@@ -1,10 +1,12 @@
 """Pods of this node as the API has them, and the end of the slices that they leave behind.
 
 Owns when a pod is over for us. A slice is promised VRAM and CUs that another pod would be given next, so it goes only
-when all say that nothing can run in it: the API, asked anew just then (a watch may be behind, or broken); of a pod that
-was deleted the kubelet too, where it can be asked; and the slice's ledger. While any of them says otherwise, or cannot
-be asked, the slice stays. That of an init container goes as soon as it has succeeded: the scheduler counts a pod by its
-other containers from then on, and sends more.
+when all say that nothing can run in it: the API, asked anew just then (a watch may be behind, or broken), and the
+slice's ledger; and of a pod that was deleted, perhaps by force while its containers ran, also the kubelet, where it can
+be asked, the containers that are known here, and for a whole GPU the KFD (which on a node with only one cannot tell
+them from the host's own processes). While any of them says otherwise, or cannot be asked, the slice stays. That of an
+init container goes as soon as it has succeeded: the scheduler counts a pod by its other containers from then on, and
+sends more.
 
 The other way round nobody asks: a slice without a pod is all that the Book and the API differ in, whatever happened to
 daemon, kubelet or node in between, and the first look after a start finds it.
@@ -16,10 +18,11 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Final
 
 from amdvgpud.core import hami
-from amdvgpud.core.errors import AmdvgpuError, Invalid, NotFound
+from amdvgpud.core.errors import AmdvgpuError, Conflict, Invalid, NotFound
 from amdvgpud.core.model import Slice, SliceName
 from amdvgpud.node import Node
 from amdvgpud.serve.kube.api import KubeApi, Listed, Pod, PodContainer
@@ -33,8 +36,19 @@ GRACE_S: Final = 5.0
 SAID_S: Final = 60.0
 """A slice that is held up longer is said in the log, once."""
 
-Held = Callable[[], Awaitable[frozenset[tuple[str, str]]]]
-"""(namespace, name) of the pods that the kubelet has given devices to; ``HostFailure`` where it does not answer."""
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """The pods that have devices of the kubelet."""
+
+    names: frozenset[tuple[str, str]] = frozenset()
+    """(namespace, name), as it answers. Since 1.34 only of pods that are active: one deleted by force is none."""
+    uids: frozenset[str] = frozenset()
+    """As it remembers them on disk until it has cleared up behind a pod."""
+
+
+async def _nothing_to_find() -> None:
+    """Where nobody looks for containers."""
 
 
 class PodWatch:
@@ -46,15 +60,19 @@ class PodWatch:
         api: KubeApi,
         cluster_node: str,
         *,
-        held: Held | None = None,
+        held: Callable[[], Awaitable[Held]] | None = None,
+        find: Callable[[], Awaitable[None]] = _nothing_to_find,
         grace_s: float = GRACE_S,
         now_s: Callable[[], float],
     ) -> None:
-        """``held`` None: the kubelet cannot be asked here, and the other two decide."""
+        """``held``: asks the kubelet, ``HostFailure`` where it does not answer; None: it cannot be asked here, and the
+        others decide. ``find`` makes the Node know the containers that have slices, also those that no hook tells of.
+        """
         self._node = node
         self._api = api
         self._cluster_node = cluster_node
         self._held = held
+        self._find = find
         self._grace_s = grace_s
         self._now_s = now_s
         self._over_since: dict[str, float] = {}
@@ -107,9 +125,6 @@ class PodWatch:
             return 0
         fresh = {pod.metadata.uid: pod for pod in await self._api.list_pods(self._cluster_node)}
         due = [uid for uid in due if _is_over(fresh.get(uid))]
-        held = await self._held() if self._held is not None and due else frozenset()
-        # The kubelet knows pods by name, and a stateful one comes again under its own: then its word is about that one.
-        again = {(pod.metadata.namespace, pod.metadata.name) for pod in fresh.values() if not pod.ended}
         past = self._past(fresh)
         if due or past:
             await self._node.tick()  # what has just ended must not count as running
@@ -118,17 +133,34 @@ class PodWatch:
             [name for name in past if name not in usage or not usage[name].processes],
             "its init container has succeeded",
         )
+        deleted = [uid for uid in due if uid not in fresh]
+        held = await self._held() if self._held is not None and deleted else Held()
+        # The kubelet knows pods by name, and a stateful one comes again under its own: then its word is about that one.
+        again = {(pod.metadata.namespace, pod.metadata.name) for pod in fresh.values() if not pod.ended}
+        if deleted:
+            await self._find()
         for uid in due:
             mine = slices[uid]
-            running = [name for name in mine if name in usage and usage[name].processes]
-            deleted = uid not in fresh
-            if running or (deleted and self._owners(mine) & held - again):
-                self._say(
-                    uid, mine, f"processes run in {', '.join(running)}" if running else "the kubelet has it", now_s
-                )
-                continue
-            freed += await self._free(mine, "its pod is over")
+            if running := [name for name in mine if name in usage and usage[name].processes]:
+                self._say(uid, mine, f"processes run in {', '.join(running)}", now_s)
+            elif uid in deleted and (uid in held.uids or self._owners(mine) & held.names - again):
+                self._say(uid, mine, "the kubelet has it", now_s)
+            elif uid in deleted and (why := await self._occupied(mine)):
+                self._say(uid, mine, why, now_s)
+            else:
+                freed += await self._free(mine, "its pod is over")
         return freed
+
+    async def _occupied(self, names: Iterable[SliceName]) -> str:
+        """Why a slice of them cannot be free, by what no ledger knows of; '': all can be."""
+        for name in names:
+            try:
+                await self._node.refuse_if_occupied(name, "freed")
+            except NotFound:
+                continue
+            except Conflict as error:
+                return str(error)
+        return ""
 
     def _past(self, pods: Mapping[str, Pod]) -> list[SliceName]:
         """Slices of init containers that have succeeded, of pods that are not over."""

@@ -13,7 +13,7 @@ from amdvgpud.core.model import Inventory, Slice
 from amdvgpud.node import Node
 from amdvgpud.serve.kube.api import Access, KubeApi
 from amdvgpud.serve.kube.hami import HamiSettings, HamiSide
-from amdvgpud.serve.kube.pods import PodWatch
+from amdvgpud.serve.kube.pods import Held, PodWatch
 from amdvgpud.serve.kube.resources import Grant
 from tests.fakes import MemoryCdi, MemoryFiles, MemoryJournal, StillModes, StillSysfs, a_gpu
 from tests.serve.kube.fake_kubeapi import FakeKubeApi, Json
@@ -35,6 +35,7 @@ class Stage:
     api: FakeKubeApi
     client: KubeApi
     sysfs: StillSysfs
+    modes: StillModes
     node: Node
     files: MemoryFiles
     journal: MemoryJournal
@@ -43,6 +44,8 @@ class Stage:
     now_s: float = 1_000_000.0
     held: set[tuple[str, str]] = field(default_factory=set)
     """Pods that the kubelet says have devices."""
+    remembered: set[str] = field(default_factory=set)
+    """Uids of those that it has on disk."""
     uids: int = 0
     disk_fails: Exception | None = None
     """What happens when it is written down what slices are for a container."""
@@ -65,6 +68,7 @@ class Stage:
     ) -> Stage:
         sysfs = StillSysfs(Inventory(tuple(a_gpu(i) for i in gpus), generation_id=1))
         files = MemoryFiles()
+        modes = StillModes(sysfs)
         node = Node(
             sysfs,
             journal,
@@ -72,13 +76,13 @@ class Stage:
             MemoryCdi(),
             now_s=lambda: stage.now_s,
             process_alive=lambda _: True,
-            modes=StillModes(sysfs),
+            modes=modes,
             pause=_at_once,
         )
         settings = settings or HamiSettings(HERE, gate="/usr/lib/amdvgpu/libamdvgpu.so")
 
-        async def held() -> frozenset[tuple[str, str]]:
-            return frozenset(stage.held)
+        async def held() -> Held:
+            return Held(frozenset(stage.held), frozenset(stage.remembered))
 
         def delivered(slices: Sequence[Slice]) -> Grant:
             if stage.disk_fails is not None:
@@ -89,7 +93,7 @@ class Stage:
         side = HamiSide(
             node, client, settings, watch, delivered, now_s=lambda: stage.now_s, pause=_at_once, jitter=lambda: 0.0
         )
-        stage = cls(api, client, sysfs, node, files, journal, watch, side)
+        stage = cls(api, client, sysfs, modes, node, files, journal, watch, side)
         await node.start()
         return stage
 

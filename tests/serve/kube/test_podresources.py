@@ -10,7 +10,13 @@ from pathlib import Path
 import pytest
 
 from amdvgpud.core.errors import HostFailure
-from amdvgpud.serve.kube.podresources import CheckpointEntry, ContainerDevices, PodResources, read_checkpoint
+from amdvgpud.serve.kube.podresources import (
+    CheckpointEntry,
+    ContainerDevices,
+    PodResources,
+    read_checkpoint,
+    remembered_pods,
+)
 from tests.serve.kube.kubelet import a_kubelet
 
 OF_KUBELET_1_35 = (
@@ -19,6 +25,17 @@ OF_KUBELET_1_35 = (
     'e5f63333-0"],"amdvgpu.io/25c-48g":["25c-48g-0","25c-48g-1"]}},"Checksum":2904008296}'
 )
 """As one wrote it here, its answer cut short."""
+
+
+def test_a_pod_is_remembered_as_long_as_the_kubelet_has_its_devices_and_its_directory(tmp_path: Path) -> None:
+    plugins, of_pod = tmp_path / "device-plugins", tmp_path / "pods" / "uid-w"
+    plugins.mkdir()
+    assert remembered_pods("amd.com/gpu", plugins) == frozenset()
+    (plugins / "kubelet_internal_checkpoint").write_text(OF_KUBELET_1_35)
+    assert remembered_pods("amd.com/gpu", plugins) == frozenset()
+    of_pod.mkdir(parents=True)
+    assert remembered_pods("amd.com/gpu", plugins) == {"uid-w"}
+    assert remembered_pods("amd.com/other", plugins) == frozenset()
 
 
 async def test_who_has_what_is_asked_over_the_socket(run_dir: Path) -> None:

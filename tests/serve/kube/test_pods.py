@@ -9,7 +9,8 @@ import pytest
 
 from amdvgpud.core import hami
 from amdvgpud.core.errors import Conflict, HostFailure
-from amdvgpud.core.model import Compute, ComputePolicy, Request, SliceName
+from amdvgpud.core.model import Compute, ComputePolicy, GpuId, Request, SliceName
+from amdvgpud.ports import KfdUser
 from amdvgpud.serve.kube.pods import SAID_S
 from tests.serve.kube.fake_kubeapi import Json, failing
 from tests.serve.kube.stage import GPU, HERE, OTHER, Stage, a_container, slice_of
@@ -105,6 +106,35 @@ async def test_while_the_kubelet_has_a_deleted_pod_its_slice_stays(stage: Stage)
     assert await stage.watch.release_ended(0) == 0
     stage.held = set()
     assert await stage.watch.release_ended(0) == 1
+
+
+async def test_while_the_kubelet_remembers_a_pod_that_was_deleted_by_force_its_slice_stays(stage: Stage) -> None:
+    pod = await served(stage, "a")
+    stage.remembered = {pod["metadata"]["uid"]}
+    end(stage, "deleted")
+    await served(stage, "a")  # another under its name, which the kubelet has too
+    stage.held = {("default", "a")}
+    await seen(stage)
+    assert [await stage.watch.release_ended(0), len(stage.slices())] == [0, 2]
+    stage.remembered = set()
+    assert [await stage.watch.release_ended(0), len(stage.slices())] == [1, 1]
+
+
+async def test_a_whole_gpu_of_a_deleted_pod_stays_while_somebody_has_it_open(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    pod = await served(stage, "a", f"{GPU},T,196608,304:;")
+    (partition,) = stage.sysfs.inventory.gpus[0].partitions
+    user = KfdUser(4711, "python3", frozenset({partition.kfd_gpu_id}))
+    stage.modes.opened[GpuId(GPU)] = (user,)
+    end(stage, "deleted")
+    await seen(stage)
+    for _ in range(2):
+        assert [await stage.watch.release_ended(5), set(stage.slices())] == [0, {slice_of(pod)}]
+        stage.now_s += SAID_S
+    assert "its partition is open in 4711" in caplog.text
+    stage.modes.opened.clear()
+    assert [await stage.watch.release_ended(5), stage.slices()] == [1, {}]
 
 
 async def test_the_kubelets_word_about_a_pod_that_came_again_is_not_about_the_first(stage: Stage) -> None:
