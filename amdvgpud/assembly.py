@@ -23,12 +23,7 @@ from amdvgpud.core.health import Policy
 from amdvgpud.core.model import Inventory
 from amdvgpud.guard import Leftovers
 from amdvgpud.host import amdsmi
-from amdvgpud.host.cdi import (
-    GATE_IN_CONTAINER,
-    CdiFile,
-    HookCall,
-    SimulatedDevices,
-)
+from amdvgpud.host.cdi import GATE_IN_CONTAINER, CdiFile, HookCall, SimulatedDevices
 from amdvgpud.host.cdi_partitions import WithPartitions
 from amdvgpud.host.cgroup import DmemCaps, TreeFiles, dmem_bytes
 from amdvgpud.host.containers import ContainerRecord, ProcContainers

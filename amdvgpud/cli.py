@@ -17,13 +17,8 @@ from amdvgpud import __version__
 from amdvgpud.assembly import INSTALLED_LIBRARY, assemble, rehearse
 from amdvgpud.core.errors import AmdvgpuError, HostFailure
 from amdvgpud.daemon import serve
-from amdvgpud.host.cdi import (
-    CdiFile,
-    parse_spec,
-    proven,
-    replace_file,
-    without_hooks,
-)
+from amdvgpud.host.cdi import CdiFile, replace_file
+from amdvgpud.host.cdi_spec import parse_spec, proven, without_hooks
 from amdvgpud.host.systemd import claim_machine
 from amdvgpud.settings import SETTINGS, Settings, read_settings, shown
 from amdvgpud.sim.models import table_rows

@@ -1,7 +1,7 @@
 """The CDI file of whole partitions: ``amdvgpu.io/partition=<GPU>-<n>``, in a file of its own.
 
-Owns which partitions have a device there and what it brings: the device nodes, and nothing else. Format and writing are
-:mod:`amdvgpud.host.cdi`'s.
+Owns which partitions have a device there and what it brings: the device nodes, and nothing else. The format is
+:mod:`amdvgpud.host.cdi_spec`'s, the writing :mod:`amdvgpud.host.cdi`'s.
 
 A name in a CDI file is a grant: nobody is asked when a runtime resolves it. So a partition is listed only while a slice
 has all of it (``compute whole``), which keeps the planner from giving any of it to somebody else, by the one book there
@@ -24,24 +24,16 @@ from amdvgpud.core.errors import AmdvgpuError, Invalid
 from amdvgpud.core.model import Inventory, Partition, Slice
 from amdvgpud.core.render import partition_device, reserved_partitions
 from amdvgpud.host.cdi import (
-    KIND,
     NODE_MODE,
     PRELOAD_IN_CONTAINER,
     SOFTKFD_IN_CONTAINER,
     SOFTKFD_ROOT_IN_CONTAINER,
-    Device,
-    DeviceNode,
-    Edits,
-    Mount,
     SimulatedDevices,
-    Spec,
-    document,
-    minimum_version,
     plain_node,
-    proven,
     remove_file,
     replace_file,
 )
+from amdvgpud.host.cdi_spec import KIND, Device, DeviceNode, Edits, Mount, Spec, document, minimum_version, proven
 from amdvgpud.ports import CdiSpecs, CdiStatus
 
 log = logging.getLogger(__name__)

@@ -32,7 +32,8 @@ from amdvgpud.core.model import (
     Slice,
     slice_name,
 )
-from amdvgpud.host.cdi import CdiFile, HookCall, SimulatedDevices, format_spec, parse_spec
+from amdvgpud.host.cdi import CdiFile, HookCall, SimulatedDevices
+from amdvgpud.host.cdi_spec import format_spec, parse_spec
 
 CDI = Path(__file__).resolve().parents[2] / "cdi"
 SCHEMA = json.loads((CDI / "schema/amdvgpu-slice.schema.json").read_text())

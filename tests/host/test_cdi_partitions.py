@@ -11,8 +11,9 @@ import pytest
 from amdvgpud.core.errors import Invalid
 from amdvgpud.core.model import Book, Compute, ComputePolicy, Inventory, Request, Slice, slice_name
 from amdvgpud.core.plan import place
-from amdvgpud.host.cdi import CdiFile, SimulatedDevices, parse_spec
+from amdvgpud.host.cdi import CdiFile, SimulatedDevices
 from amdvgpud.host.cdi_partitions import WithPartitions
+from amdvgpud.host.cdi_spec import parse_spec
 from tests.fakes import GIB, a_gpu, in_mode
 
 CUT = in_mode(a_gpu(0), "CPX")
