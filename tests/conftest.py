@@ -11,6 +11,11 @@ import tarfile
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# Neither luck nor the clock decides a test: the same examples each time, however long this machine takes over them.
+settings.register_profile("same", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("same")
 
 FIXTURES = Path(__file__).resolve().parents[2] / "shared" / "fixtures"
 

@@ -838,7 +838,7 @@ _computes = st.integers(0, 15).flatmap(lambda n: _amounts if n else st.just(Comp
 _steps = st.lists(st.tuples(_computes, st.integers(1, 30), st.integers(0, 2)), min_size=1, max_size=16)
 
 
-@settings(max_examples=250, deadline=None, derandomize=True)
+@settings(max_examples=250)
 @given(layout=layouts(), steps=_steps)
 def test_plans_on_random_gpus_keep_the_rules_and_refusals_are_true(
     layout: CuLayout, steps: list[tuple[Compute, int, int]], make_inventory: MakeInventory, grant: Grant
@@ -901,7 +901,7 @@ def test_plans_on_random_gpus_keep_the_rules_and_refusals_are_true(
             book = book.without_slice(names[(number * 7) % len(names)])
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(
     models=st.lists(st.sampled_from(["MI300X", "MI210", "RX 9070 XT", "Raphael"]), min_size=1, max_size=4),
     steps=st.lists(st.tuples(_computes, st.integers(1, 40), st.integers(1, 3), st.sampled_from(Spread)), max_size=12),

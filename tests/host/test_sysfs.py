@@ -892,7 +892,7 @@ DAMAGE = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@settings(max_examples=300, database=None)
 @given(data=st.data())
 def test_no_damage_raises_and_none_spreads_to_another_gpu(
     pair: tuple[Path, list[str], Gpu], data: st.DataObject

@@ -68,7 +68,7 @@ def cases(draw: st.DrawFn) -> tuple[int, int, int, bool, int]:
     return mask, cus, xccs, wgp, asked
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(case=cases())
 @example(case=((1 << 76) - 1, 304, 8, False, ((1 << 104) - 1) ^ ((1 << 72) - 1)))
 def test_a_narrowed_mask_is_within_the_slice_and_sound(built: Built, case: tuple[int, int, int, bool, int]) -> None:
@@ -89,7 +89,7 @@ def test_the_length_sent_is_the_cu_count_in_whole_words(built: Built) -> None:
     assert lengths == {304: 320, 38: 64, 152: 160, 76: 96, 104: 128, 64: 64, 2000: 1024}
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(
     text=st.from_regex(r"\A[ \t]?[0-9]{1,20}(\.[0-9]{1,6})?[ ]?([kmgtKMGT]i?)?[bB]?[ ]?\Z")
     | st.text(alphabet="0123456789.kmgtiBx- ", max_size=12)
