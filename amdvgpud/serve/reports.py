@@ -37,8 +37,12 @@ REPLY_BYTES: Final = 1000
 MAX_FDS: Final = 2
 PATIENCE_S: Final = 2.0
 """For the message of one who has connected: a hook sends it at once."""
-MAX_OPEN: Final = 64
-"""Connections at a time; who comes then waits in the socket's queue, and its hook gives up after its own bound."""
+MAX_STRANGERS: Final = 64
+"""Connections of others than root at a time, whoever they are: a user of a machine may have 65536 uids. One more takes the
+place of the one that has been silent for longest, as a hook is never silent; root, whose runtimes start most containers,
+waits for nobody."""
+_SERVED: Final = 8
+"""Reports of others than root that are looked into at a time."""
 _BACKLOG: Final = 128
 
 
@@ -71,8 +75,6 @@ class Allowance:
 
     per_s: float = 10.0
     burst: float = 40.0
-    """``burst + per_s * PATIENCE_S < MAX_OPEN``: one user who connects and says nothing leaves room for others, whose
-    containers would not start under a policy that may refuse."""
     _spent: dict[int, tuple[float, float]] = field(default_factory=dict)
     """(how much is spent, when that was so) by uid; whoever has spent nothing is not kept."""
 
@@ -108,7 +110,10 @@ class ReportSocket:
         self._listening: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
         self._talks: set[asyncio.Task[None]] = set()
-        self._room = asyncio.Semaphore(MAX_OPEN)
+        self._strangers: set[asyncio.Task[None]] = set()
+        self._silent: dict[asyncio.Task[None], None] = {}
+        """Those of them that have said nothing yet, the oldest first."""
+        self._serving = asyncio.Semaphore(_SERVED)
 
     def open(self) -> None:
         """``HostFailure`` where it cannot be made. What was left there is replaced: the daemon has the run directory's
@@ -142,28 +147,53 @@ class ReportSocket:
     async def _accept(self, sock: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            await self._room.acquire()
             try:
                 peer, _ = await loop.sock_accept(sock)
             except OSError as error:
-                self._room.release()
                 log.warning("A report could not be heard: %s", error)
                 if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS):
                     await asyncio.sleep(1)  # the connection is still there, and so would be the error
                 continue
-            task = loop.create_task(self._talk(peer), name="report")
+            uid = access.peer_of(peer).uid
+            if uid and not self._make_room():
+                peer.close()
+                continue
+            task = loop.create_task(self._talk(peer, uid), name="report")
             self._talks.add(task)
             task.add_done_callback(self._talks.discard)
+            if uid:
+                self._strangers.add(task)
+                task.add_done_callback(self._strangers.discard)
+                self._silent[task] = None
+                task.add_done_callback(self._has_spoken)
+            await asyncio.sleep(0)  # let it begin: the queue may be long
 
-    async def _talk(self, peer: socket.socket) -> None:
+    def _make_room(self) -> bool:
+        """For one more that is not root's."""
+        if len(self._strangers) < MAX_STRANGERS:
+            return True
+        oldest = next(iter(self._silent), None)
+        if oldest is None:
+            return False
+        oldest.cancel()
+        self._has_spoken(oldest)
+        self._strangers.discard(oldest)
+        return True
+
+    def _has_spoken(self, talk: asyncio.Task[None] | None) -> None:
+        if talk is not None:
+            self._silent.pop(talk, None)
+
+    async def _talk(self, peer: socket.socket, uid: int) -> None:
         fds: list[int] = []
         try:
-            uid = access.peer_of(peer).uid
             if self._allowance.take(uid, self._now_s()):
                 async with asyncio.timeout(PATIENCE_S):
                     await _readable(peer)
-                content, fds, whole = _receive(peer)
-                reply = await self._reply(uid, content, fds) if whole else "no the message is too long"
+                self._has_spoken(asyncio.current_task())
+                async with self._serving if uid else contextlib.nullcontext():
+                    content, fds, whole = _receive(peer)
+                    reply = await self._reply(uid, content, fds) if whole else "no the message is too long"
             else:
                 reply = f"no uid {uid} reports too often"
             if content_fits := reply.encode("utf-8", "replace")[:REPLY_BYTES]:
@@ -176,7 +206,6 @@ class ReportSocket:
             for fd in fds:
                 os.close(fd)
             peer.close()
-            self._room.release()
 
     async def _reply(self, uid: int, content: bytes, fds: list[int]) -> str:
         try:
