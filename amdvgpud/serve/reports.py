@@ -38,9 +38,9 @@ MAX_FDS: Final = 2
 PATIENCE_S: Final = 2.0
 """For the message of one who has connected: a hook sends it at once."""
 MAX_STRANGERS: Final = 64
-"""Connections of others than root at a time, whoever they are: a user of a machine may have 65536 uids. One more takes the
-place of the one that has been silent for longest, as a hook is never silent; root, whose runtimes start most containers,
-waits for nobody."""
+"""Connections of others than root at a time, whoever they are: a user of a machine may have 65536 uids. One more takes
+the place of the one that has been silent for longest, as a hook is never silent. Root, whose runtimes start most
+containers, waits for nobody."""
 _SERVED: Final = 8
 """Reports of others than root that are looked into at a time."""
 _BACKLOG: Final = 128
