@@ -32,7 +32,7 @@ def _missing(item: pytest.Item) -> str | None:
     if item.get_closest_marker("rocm") and shutil.which("rocminfo") is None:
         return "tier 'rocm' needs the ROCm user space: apt-get install rocminfo libamdhip64-dev"
     if item.get_closest_marker("browser") and not (shutil.which("chromium") and shutil.which("chromedriver")):
-        return "tier 'browser' needs a browser: apt-get install chromium chromium-driver"
+        return "tier 'browser' needs a browser: apt-get install chromium chromium-driver (Ubuntu has a snap only)"
     return None
 
 
