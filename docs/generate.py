@@ -26,7 +26,7 @@ from amdvgpud.ctl.cli import EXIT_CODES
 from amdvgpud.ctl.cli import cli as amdvgpuctl_cli
 from amdvgpud.daemon import RELOADED
 from amdvgpud.serve.endpoints import ROUTES
-from amdvgpud.serve.metrics import HAMI_METRICS, METRICS, Metric
+from amdvgpud.serve.exposition import HAMI_METRICS, METRICS, Metric
 from amdvgpud.serve.routes import openapi
 from amdvgpud.settings import FORMS, SETTINGS
 

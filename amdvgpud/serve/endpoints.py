@@ -33,7 +33,8 @@ from amdvgpud.guard import GuardView
 from amdvgpud.node import Node, NodeView
 from amdvgpud.ports import CdiSpecs
 from amdvgpud.serve import conditions, page, problem, routes, views
-from amdvgpud.serve.metrics import CLASSIC, OPENMETRICS, Metrics
+from amdvgpud.serve.exposition import CLASSIC, OPENMETRICS
+from amdvgpud.serve.metrics import Metrics
 from amdvgpud.serve.routes import Call, Reply, Route
 from amdvgpud.serve.streams import Watchers
 

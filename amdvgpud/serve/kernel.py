@@ -1,6 +1,6 @@
 """The part of /metrics that comes from the kernel: what its last look found, as lines of each family.
 
-Owns which figure is which series. Names, helps and the page are :mod:`amdvgpud.serve.metrics`'. A figure that the
+Owns which figure is which series. Names, helps and the page are :mod:`amdvgpud.serve.exposition`'s. A figure that the
 kernel does not give has no series, and a slice's series end with it.
 """
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from amdvgpud.serve.metrics import METRICS
+from amdvgpud.serve.exposition import METRICS
 from tests.monitoring.kit import DASHBOARDS, KIT, RULES, SCRAPE, Expression, alerts, expressions, panels
 
 OF_PROMETHEUS = {"up": (), "process_resident_memory_bytes": ()}

@@ -16,7 +16,8 @@ from amdvgpud.core.errors import Conflict, NoRoom
 from amdvgpud.core.health import Condition, Health
 from amdvgpud.core.model import Holder, Inventory, SliceName
 from amdvgpud.core.truth import Belonging, KernelProcess
-from amdvgpud.serve.metrics import CLASSIC, HAMI_METRICS, METRICS, OPENMETRICS, SLICE_STATES, labels_text
+from amdvgpud.serve.exposition import CLASSIC, HAMI_METRICS, METRICS, OPENMETRICS, labels_text
+from amdvgpud.serve.metrics import SLICE_STATES
 
 GIB = 1024**3
 GPU0, GPU1 = "GPU-00000000abcd0000", "GPU-00000000abcd0001"
