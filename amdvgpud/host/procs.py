@@ -1,7 +1,7 @@
 """Processes of this machine, by /proc: when they started, and which slice and cgroup each is in.
 
-Owns what /proc says of a process (proc(5)). Does not own the ledgers' notion of it (:mod:`amdvgpud.host.ledger`), nor
-what follows from it.
+Owns what /proc says of a process (proc(5)). Does not own who of all lives (:mod:`amdvgpud.host.living`), nor what
+follows from it.
 """
 
 from __future__ import annotations
