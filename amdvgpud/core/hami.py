@@ -501,17 +501,21 @@ def pod_uid(name: str) -> str | None:
     return match["uid"] if match else None
 
 
-def cus_of_pod(uid: str, book: Book, ids: Mapping[PartitionId, str]) -> dict[str, CuSet]:
-    """The CUs of all containers of a pod together, by the id that is offered. A whole GPU is not among them."""
-    masks: dict[str, int] = {}
+def cus_of_pods(book: Book, ids: Mapping[PartitionId, str]) -> dict[str, dict[str, CuSet]]:
+    """By the uid of each pod that has slices: the CUs of all its containers together, by the id that is offered. A GPU
+    that it has whole is not among them."""
+    masks: dict[str, dict[str, int]] = {}
     for name, item in book.slices.items():
-        if pod_uid(name) != uid:
+        if (uid := pod_uid(name)) is None:
             continue
+        of_pod = masks.setdefault(uid, {})
         for share in item.shares:
             if share.cus is not None and share.partition in ids:
                 where = ids[share.partition]
-                masks[where] = masks.get(where, 0) | share.cus.mask
-    return {where: CuSet.from_mask(mask) for where, mask in sorted(masks.items())}
+                of_pod[where] = of_pod.get(where, 0) | share.cus.mask
+    return {
+        uid: {where: CuSet.from_mask(mask) for where, mask in sorted(of_pod.items())} for uid, of_pod in masks.items()
+    }
 
 
 def format_cus(cus: Mapping[str, CuSet]) -> str:

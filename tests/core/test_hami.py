@@ -495,11 +495,12 @@ def test_the_cus_of_a_pod_are_those_of_all_its_containers() -> None:
         Request(hami.pod_slice(UID, 2), Compute(ComputePolicy.WHOLE), on=("1",)),
     )
     mine = {p.id: name for name, p in hami.places(inventory, Mode.CU).items()}
-    found = hami.cus_of_pod(UID, book, mine)
+    found = hami.cus_of_pods(book, mine)
     first, second = (book.slices[hami.pod_slice(UID, i)].shares[0].cus for i in (0, 1))
     assert first is not None
     assert second is not None
-    assert found == {str(ONE.id): CuSet.from_mask(first.mask | second.mask)}
+    assert found.keys() == {UID, "other"}
+    assert found[UID] == {str(ONE.id): CuSet.from_mask(first.mask | second.mask)}
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ they carry may have been written by anybody. Either way the Book decides what is
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import time
@@ -92,14 +93,16 @@ class HamiSide:
     def offers(self, view: NodeView) -> tuple[Offer, ...]:
         """What is offered now; what was and is gone stays, without health, and so does what a stranger is on."""
         now = hami.offers(view.inventory, view.book, view.health, mode=self._mode, splits=self._settings.split_count)
-        if held := strangers(self._pods.pods, view.book.slices):
-            self._say(held)
-            now = tuple(replace(offer, health=False) if offer.id in held else offer for offer in now)
+        held = strangers(self._pods.pods, view.book.slices)
+        self._tell_strangers({offer.id: held[offer.id] for offer in now if offer.id in held})
+        now = tuple(replace(offer, health=False) if offer.id in held else offer for offer in now)
         self._offered = hami.with_missing(now, self._offered, view.inventory)
         return self._offered
 
     async def run(self) -> None:
-        """Until cancelled: learn the mode, then keep the registration true and tell of health."""
+        """Until cancelled: learn the mode, then keep the registration true and tell of health. Begins when the pods are
+        known: before that nobody can tell which GPUs are free."""
+        await self._pods.listed.wait()
         trouble = ""
         while True:
             try:
@@ -118,10 +121,15 @@ class HamiSide:
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + REGISTER_S
         while (left_s := deadline_s - loop.time()) > 0:
-            seen = self._node.events_since(0)[1]
+            seen, told = self._node.events_since(0)[1], self._pods.told
             if self._registration(self._node.view()) != self._said:
                 return
-            await self._node.wait_event(seen, left_s)
+            waits = [asyncio.ensure_future(wait) for wait in (self._node.wait_event(seen, left_s), told.wait())]
+            try:
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for wait in waits:
+                    wait.cancel()
 
     async def keep(self) -> None:
         """One look: the annotation is made to say what is so, whoever changed it; a lock that nobody needs goes."""
@@ -140,13 +148,36 @@ class HamiSide:
         self._said = text
         await self._tell_health(view)
         await self._lock.release_if_stuck(cluster)
+        await self._keep_cus(view)
 
-    def _say(self, held: Mapping[str, Pod]) -> None:
-        for gpu in held.keys() - self._strangers:
-            log.warning(
-                "%s runs on %s and has no slice here: nothing of that GPU is given until it ends.", held[gpu], gpu
-            )
-        self._strangers = frozenset(held)
+    def _tell_strangers(self, held: Mapping[str, Pod]) -> None:
+        """As events of the node: what depends on pods must wake those who show what is offered, too."""
+        before, self._strangers = self._strangers, frozenset(held)
+        for gpu in held.keys() - before:
+            why = f"{held[gpu]} runs on it and has no slice here: nothing of that GPU is given until it ends"
+            log.warning("%s: %s.", gpu, why)
+            self._node.tell("gpu.stranger", gpu, why)
+        for gpu in before - held.keys():
+            self._node.tell("gpu.stranger-gone", gpu, "no pod runs on it any more that has no slice here")
+
+    async def _keep_cus(self, view: NodeView) -> None:
+        """Make what each pod says of its CUs what the Book says: its owner can write it too, and an init container that
+        ends takes some away. Not of one that is still being served, nor of a slice that is lost now."""
+        names = {offer.partition: offer.id for offer in self._offered}
+        lost = {hami.pod_uid(name) for name in view.lost}
+        for uid, cus in hami.cus_of_pods(view.book, names).items():
+            pod = self._pods.pods.get(uid)
+            if pod is None or pod.ended or uid in lost or hami.is_waiting(pod.annotations.get(hami.WAITING, "")):
+                continue
+            text = pod.annotations.get(hami.CU_ALLOCATED)
+            with contextlib.suppress(Invalid):
+                if (hami.parse_cus(text) if text is not None else {}) == cus:
+                    continue
+            log.info("%s said of its CUs %.200r, which is not what it has (any more): put right.", pod, text)
+            try:
+                await self._api.patch_pod(pod, {hami.CU_ALLOCATED: hami.format_cus(cus) if cus else None})
+            except AmdvgpuError as error:
+                log.warning("%s: the CUs that it has could not be written: %s", pod, error)
 
     def _registration(self, view: NodeView) -> str:
         return hami.format_registration(self.offers(view))
@@ -572,7 +603,7 @@ class HamiResource:
         served = hami.parse_served(pod.annotations.get(hami.SERVED, "")) | {turn.ordinal: ids}
         notes: dict[str, str | None] = {hami.WAITING: waiting, hami.SERVED: hami.format_served(served)}
         names = {offer.partition: offer.id for offer in self._offers(view)}
-        if cus := hami.cus_of_pod(pod.metadata.uid, view.book, names):
+        if cus := hami.cus_of_pods(view.book, names).get(pod.metadata.uid):
             notes[hami.CU_ALLOCATED] = hami.format_cus(cus)
         if not hami.is_waiting(waiting):
             notes[hami.BIND_PHASE] = hami.SUCCESS

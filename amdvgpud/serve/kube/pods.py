@@ -81,6 +81,8 @@ class PodWatch:
         self.pods: dict[str, Pod] = {}
         self.listed = asyncio.Event()
         """Set when :attr:`pods` has been filled for the first time."""
+        self.told = asyncio.Event()
+        """Set at the next change of :attr:`pods`; the one after has another."""
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -98,6 +100,8 @@ class PodWatch:
             else:
                 self.pods[change.pod.metadata.uid] = change.pod
             self._changed.set()
+            self.told.set()
+            self.told = asyncio.Event()
 
     async def _look(self) -> None:
         while True:

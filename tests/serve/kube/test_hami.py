@@ -59,8 +59,8 @@ async def test_nothing_is_written_while_nothing_has_changed_but_a_sign_of_life(s
 
 
 async def test_a_change_of_health_is_registered_at_once_and_told(stage: Stage) -> None:
-    running = asyncio.create_task(stage.side.run())
-    await _until(lambda: "GET nodes" in stage.api.asked)
+    running = asyncio.gather(stage.side.run(), stage.watch.run())
+    await _until(lambda: stage.side._fit is not None)
     ill = Health(Condition.UNHEALTHY, "uncorrectable errors", "ras", 1.0)
     await stage.node.set_health({GpuId(GPU): ill})
     await _until(lambda: _health(stage) == [False, True])
@@ -87,6 +87,83 @@ async def _until(holds: Callable[[], bool]) -> None:
     async with asyncio.timeout(10):
         while not holds():
             await asyncio.sleep(0.005)
+
+
+async def test_nothing_is_registered_before_the_pods_of_the_node_are_known() -> None:
+    stage = await Stage.of()
+    reached, go_on = asyncio.Event(), asyncio.Event()
+
+    async def slow(_: web.Request) -> None:
+        reached.set()
+        await go_on.wait()
+
+    stage.api.faults = [("LIST", "pods", slow)]
+    stage.scheduled("old", allocation=f"{QUARTER};")
+    stage.api.change_pod("default", "old", {"status": {"phase": "Running"}})
+    running = asyncio.gather(stage.side.run(), stage.watch.run())
+    await reached.wait()
+    assert "GET nodes" not in stage.api.asked
+    go_on.set()
+    await _until(lambda: hami.REGISTRATION in stage.api.annotations("node", HERE))
+    assert _health(stage) == [False, True]
+    running.cancel()
+    await stage.close()
+
+
+async def test_a_pod_that_nobody_here_has_served_is_told_of_as_it_comes_and_as_it_goes(stage: Stage) -> None:
+    seen = stage.node.events_since(0)[1]
+    running = asyncio.gather(stage.side.run(), stage.watch.run())
+    await _until(lambda: stage.watch.listed.is_set() and stage.side._fit is not None)
+    stage.scheduled("old", allocation=f"{QUARTER};")
+    stage.api.change_pod("default", "old", {"status": {"phase": "Running"}})
+    await _until(lambda: _health(stage) == [False, True])
+    stage.api.delete_pod("default", "old")
+    await _until(lambda: _health(stage) == [True, True])
+    # Both are events of the node, which wake who tells the kubelet of devices.
+    told = [(event.kind, event.subject) for event in stage.node.events_since(seen)[0]]
+    assert told == [("gpu.stranger", GPU), ("gpu.stranger-gone", GPU)]
+    running.cancel()
+
+
+@pytest.mark.parametrize("text", [None, "", "nonsense", '{"elsewhere":"0"}', f'{{"{GPU}":"0-303"}}'])
+async def test_what_a_pod_says_of_its_cus_is_put_right(stage: Stage, text: str | None) -> None:
+    stage.pod("a", allocation=f"{QUARTER};")
+    await stage.side.resource.allocate([f"{GPU}#0"])
+    after = await stage.restarted()  # a daemon that starts looks too
+    after.api.change_pod("default", "a", {"metadata": {"annotations": {hami.CU_ALLOCATED: text}}})
+    after.watch.pods = {p.metadata.uid: p for p in await after.client.list_pods(HERE)}
+    await after.side.keep()
+    assert json.loads(after.notes("a")[hami.CU_ALLOCATED]) == {GPU: "0-71"}
+
+
+async def test_what_a_pod_says_of_its_cus_is_left_where_it_is_right_or_not_settled(stage: Stage) -> None:
+    same = f'{{"{GPU}": "0-70, 71"}}'
+    stage.pod("a", allocation=f"{QUARTER};")
+    await stage.side.resource.allocate([f"{GPU}#0"])
+    stage.pod("whole", allocation=f"{OTHER},T,196608,304:;")
+    await stage.side.resource.allocate([f"{OTHER}#0"])
+    stage.pod("b", a_container("x"), a_container("y"), allocation=f"{QUARTER};{QUARTER};")
+    await stage.side.resource.allocate([f"{GPU}#1"])
+    for name in "ab":
+        stage.api.change_pod("default", name, {"metadata": {"annotations": {hami.CU_ALLOCATED: same}}})
+    stage.watch.pods = {p.metadata.uid: p for p in await stage.client.list_pods(HERE)}
+    before = stage.api.asked.count("PATCH pods")
+    await stage.side.keep()
+    assert stage.api.asked.count("PATCH pods") == before
+
+
+async def test_the_cus_of_an_init_container_are_said_until_it_has_ended(stage: Stage) -> None:
+    most = f"{GPU},T,16384,200:"
+    stage.pod("a", a_container("main"), init=[a_container("setup")], allocation=f"{most};{QUARTER};")
+    for slot in range(2):
+        await stage.side.resource.allocate([f"{GPU}#{slot}"])
+    assert json.loads(stage.notes("a")[hami.CU_ALLOCATED]) == {GPU: "0-199"}
+    status = {"initContainerStatuses": [{"name": "setup", "state": {"terminated": {"exitCode": 0}}}]}
+    stage.api.change_pod("default", "a", {"status": status})
+    stage.watch.pods = {p.metadata.uid: p for p in await stage.client.list_pods(HERE)}
+    await stage.watch.release_ended(0)
+    await stage.side.keep()
+    assert json.loads(stage.notes("a")[hami.CU_ALLOCATED]) == {GPU: "0-71"}
 
 
 async def test_a_node_whose_gpus_have_all_gone_says_so_of_what_it_had_registered() -> None:
