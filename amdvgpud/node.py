@@ -270,7 +270,7 @@ class Node:
 
     async def refuse_if_occupied(self, name: SliceName, verb: str) -> None:
         """``Conflict``: the slice cannot be ``verb``, because processes or containers are in it, whoever holds it.
-        ``Lingering`` where a process without a gate has its whole partition open. ``NotFound``: there is no such slice.
+        ``NotFound``: there is no such slice.
         """
         await self._refuse_if_occupied(self._slice(name), verb)
 
@@ -834,8 +834,7 @@ class Node:
         users = await asyncio.to_thread(self._modes.users, None) if confined else ()
         inside = tuple(user for user in users if user.kfd_gpu_ids and user.kfd_gpu_ids <= own)
         if inside:
-            # What the KFD has of a process goes a moment after the process: ask again.
-            raise Lingering(f"slice {item.name} cannot be {verb}: its partition is open in {named(inside)}")
+            raise Conflict(f"slice {item.name} cannot be {verb}: its partition is open in {named(inside)}")
 
     # ------------------------------------------------------------------------------------------------- acting
 

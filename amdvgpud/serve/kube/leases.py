@@ -25,7 +25,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from amdvgpud.core.errors import AmdvgpuError, Conflict, NotFound
+from amdvgpud.core.errors import AmdvgpuError, Conflict, Lingering, NotFound
 from amdvgpud.core.model import Holder, Lease, LeaseId, Request, Slice, SliceName
 from amdvgpud.node import Node, NodeView
 from amdvgpud.serve.kube.podresources import CheckpointEntry, PodResources, remembered
@@ -151,11 +151,21 @@ class KubeletLeases:
             raise
 
     async def _refuse_if_occupied(self, lease: Lease) -> None:
-        """``Conflict``, and the device is offered to nobody as long as somebody is in it."""
-        verb = "given to another container, as the kubelet asks"
-        try:
+        """``Conflict``, and the device is offered to nobody as long as somebody is in it.
+
+        He is waited for a little: of a pod that was deleted by force the kubelet takes the devices for free at once and
+        ends its containers then, and the KFD knows a process a moment longer than it lives.
+        """
+
+        async def ask() -> None:
             await self._find()
-            await patiently(lambda: self._node.refuse_if_occupied(lease.slice, verb), self._sleep)
+            try:
+                await self._node.refuse_if_occupied(lease.slice, "given to another container, as the kubelet asks")
+            except Conflict as error:
+                raise Lingering(str(error)) from error
+
+        try:
+            await patiently(ask, self._sleep)
         except Conflict as error:
             self._contested.add(lease.id)
             self._node.tell("device.contested", lease.slice, str(error))

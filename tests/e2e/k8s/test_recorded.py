@@ -64,4 +64,6 @@ def in_order(said: dict[str, str]) -> tuple[str, list[list[str]]]:
     if said["method"].endswith("/GetPreferredAllocation"):
         asked = pb.PreferredAllocationRequest.FromString(content).container_requests
         return said["method"], [[*sorted(c.available_deviceIDs), str(c.allocation_size)] for c in asked]
+    if said["method"].endswith("/PreStartContainer"):
+        return said["method"], [sorted(pb.PreStartContainerRequest.FromString(content).devices_ids)]
     return said["method"], [[said["request"]]]

@@ -430,11 +430,16 @@ async def test_a_device_that_somebody_is_in_is_not_given_again_and_offered_to_no
     if restarted:
         leases = KubeletLeases(desk.node, said, leases._plugins_dir, now_s=lambda: desk.now_s)  # type: ignore[arg-type]
         quarters = ProfileResource(QUARTER, desk.node, leases, by_name)
-    leases._find = in_it(desk, "25c-48g-0", how)
+    leases._find, waited = in_it(desk, "25c-48g-0", how), []
+
+    async def sleep(seconds: float) -> None:
+        waited.append(seconds)
+
+    leases._sleep = sleep
     lease, seen = desk.node.view().book.leases, desk.node.events_since(0)[1]
     with pytest.raises(Conflict, match=f"25c-48g-0 cannot be given to another container, as the kubelet asks: .*{how}"):
         await quarters.allocate(["25c-48g-0"])
-    assert desk.node.view().book.leases == lease
+    assert (waited, desk.node.view().book.leases) == ([1] * 10, lease)
     assert states(quarters, desk) == {"25c-48g-0": False, "25c-48g-1": True, "25c-48g-2": True}
     assert [event.kind for event in desk.node.events_since(seen)[0]][-1] == "device.contested"  # the kubelet is told
     await looks(desk, leases, 5)
@@ -446,6 +451,24 @@ async def test_a_device_that_somebody_is_in_is_not_given_again_and_offered_to_no
     assert held(desk) == {}
     assert all(states(quarters, desk).values())
     await quarters.allocate(["25c-48g-0"])
+
+
+async def test_the_container_of_a_pod_that_was_deleted_by_force_is_waited_for(
+    desk: Desk, leases: KubeletLeases, quarters: ProfileResource
+) -> None:
+    """The kubelet takes its devices for free at once, and ends it then."""
+    await quarters.allocate(["25c-48g-0"])
+    leases._find, waited = in_it(desk, "25c-48g-0", "container"), []
+
+    async def sleep(seconds: float) -> None:
+        waited.append(seconds)
+        if len(waited) == 3:
+            desk.processes.clear()
+
+    leases._sleep = sleep
+    await quarters.allocate(["25c-48g-0"])
+    assert waited == [1, 1, 1]
+    assert all(states(quarters, desk).values())
 
 
 async def test_a_whole_gpu_that_is_open_is_neither_given_again_nor_freed(

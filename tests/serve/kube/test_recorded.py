@@ -28,6 +28,7 @@ MESSAGES: Final[dict[str, tuple[Any, Any]]] = {
     "/v1beta1.DevicePlugin/ListAndWatch": (pb.Empty, pb.ListAndWatchResponse),
     "/v1beta1.DevicePlugin/GetPreferredAllocation": (pb.PreferredAllocationRequest, pb.PreferredAllocationResponse),
     "/v1beta1.DevicePlugin/Allocate": (pb.AllocateRequest, pb.AllocateResponse),
+    "/v1beta1.DevicePlugin/PreStartContainer": (pb.PreStartContainerRequest, pb.PreStartContainerResponse),
 }
 
 
@@ -56,7 +57,7 @@ class Recorded:
         return Grant(environment=(("IDS", " ".join(ids)),))
 
     async def again(self, ids: Sequence[str], pod_uid: str, container: str) -> Grant:
-        raise AssertionError("nothing was recorded of a start")
+        raise AssertionError("this kubelet has no checkpoint")
 
     def prefer(self, view: NodeView, available: Sequence[str], must_include: Sequence[str], size: int) -> Sequence[str]:
         self.asked.append((sorted(available), list(must_include), size))
@@ -70,11 +71,11 @@ async def test_the_kubelets_calls_are_answered_as_they_came(desk: Desk, run_dir:
     async with a_kubelet(folder) as kubelet, running(a_plugin(desk, folder, resource)):
         plugin = await kubelet.registered(NAME)
         for said in SAID:
-            if said["method"].endswith(("GetPreferredAllocation", "Allocate")):
+            if said["method"].endswith(("GetPreferredAllocation", "Allocate", "PreStartContainer")):
                 answer = await plugin.channel.unary_unary(said["method"])(bytes.fromhex(said["request"]))
                 answers.append(MESSAGES[said["method"]][1].FromString(answer))
     both = ["50c-90g-0", "50c-90g-1"]
     assert resource.asked == [(both, [], 1), both[:1], (both, [], 2), both]
-    first, one, second, two = answers
+    first, one, _, second, two, _ = answers
     assert [list(each.container_responses[0].deviceIDs) for each in (first, second)] == [both[:1], both]
     assert [each.container_responses[0].envs["IDS"] for each in (one, two)] == ["50c-90g-0", "50c-90g-0 50c-90g-1"]
