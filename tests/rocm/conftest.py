@@ -22,23 +22,15 @@ from amdvgpud.host.ledger import write_slice
 from amdvgpud.host.sysfs import SysfsReader
 from amdvgpud.sim.models import parse_simulation
 from amdvgpud.sim.tree import build_tree
+from tests.programs import SOFTKFD, compile_c, softkfd_in
 
 HERE = Path(__file__).resolve().parent
-SOFTKFD = HERE.parents[1] / "softkfd"
 HIP = ("-D__HIP_PLATFORM_AMD__", "-lamdhip64")
-
-
-def compile_c(output: Path, sources: Sequence[Path], *options: str) -> Path:
-    command = ["gcc", "-std=gnu11", "-D_GNU_SOURCE", "-O1", "-Wall", "-Wextra", "-Werror", "-Wno-format-truncation"]
-    subprocess.run([*command, "-o", str(output), *map(str, sources), *options], check=True)
-    return output
 
 
 @pytest.fixture(scope="session")
 def softkfd(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    output = tmp_path_factory.mktemp("softkfd") / "libsoftkfd.so"
-    options = ("-fPIC", "-shared", "-fvisibility=hidden", "-ldl", "-lpthread")
-    return compile_c(output, sorted((SOFTKFD / "src").glob("*.c")), *options)
+    return softkfd_in(tmp_path_factory.mktemp("softkfd"))
 
 
 @pytest.fixture(scope="session")
@@ -209,8 +201,7 @@ def runtime(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         here = Runtime(version, root, parts)
         include = [f"-I{root / 'usr/include'}"] if root != Path("/") else []
         _gate(parts / "libamdvgpu.so")
-        options = ("-fPIC", "-shared", "-fvisibility=hidden", "-ldl", "-lpthread")
-        compile_c(parts / "libsoftkfd.so", sorted((SOFTKFD / "src").glob("*.c")), *options)
+        softkfd_in(parts)
         compile_c(
             parts / "ways",
             [HERE / "ways.c"],

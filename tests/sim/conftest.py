@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,27 +15,18 @@ import pytest
 
 from amdvgpud.sim.models import parse_simulation
 from amdvgpud.sim.tree import build_tree
-
-SOURCES = Path(__file__).resolve().parents[2] / "softkfd"
-
-
-def compile_c(output: Path, sources: Sequence[Path], *options: str) -> Path:
-    command = ["gcc", "-std=gnu11", "-D_GNU_SOURCE", "-O1", "-Wall", "-Wextra", "-Werror", "-Wno-format-truncation"]
-    subprocess.run([*command, "-o", str(output), *map(str, sources), *options], check=True)
-    return output
+from tests.programs import SOFTKFD, compile_c, softkfd_in
 
 
 @pytest.fixture(scope="session")
 def softkfd(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """libsoftkfd.so."""
-    output = tmp_path_factory.mktemp("softkfd") / "libsoftkfd.so"
-    options = ("-fPIC", "-shared", "-fvisibility=hidden", "-ldl", "-lpthread")
-    return compile_c(output, sorted((SOURCES / "src").glob("*.c")), *options)
+    return softkfd_in(tmp_path_factory.mktemp("softkfd"))
 
 
 @pytest.fixture(scope="session")
 def kfdclient(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return compile_c(tmp_path_factory.mktemp("kfdclient") / "kfdclient", [SOURCES / "kfdclient.c"])
+    return compile_c(tmp_path_factory.mktemp("kfdclient") / "kfdclient", [SOFTKFD / "kfdclient.c"])
 
 
 @pytest.fixture
