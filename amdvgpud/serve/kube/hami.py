@@ -40,6 +40,9 @@ HEARTBEAT_S: Final = 300.0
 """How old the time of a registration may get before it is written again although nothing else has changed."""
 LOCK_TRIES: Final = 5
 LOCK_PAUSE_S: Final = 0.1
+ROOM_LOOKS: Final = 25
+ROOM_PAUSE_S: Final = 0.2
+"""Between looks for what ended pods still hold; five seconds in all, in which the kubelet admits nothing. Guessed."""
 GATE_IN_HAMI: Final = "/usr/local/vgpu/libamvgpu.so"
 """Where HAMi's documentation says that the library is."""
 
@@ -355,6 +358,7 @@ class HamiResource:
     ) -> None:
         self._node = node
         self._api = api
+        self._pause = pause
         self._settings = settings
         self._pods = pods
         self._deliver = deliver
@@ -577,15 +581,22 @@ class HamiResource:
             return
         if there is not None:
             await self._drop(request.name)
-        # The turn is kept while a whole GPU is waited for: the node lock names this pod until it is bound or refused,
-        # so a call that came meanwhile would be taken for a second one for it.
-        try:
-            await patiently(lambda: self._node.grant_lease(holder, request=request), self._pause)
-        except NoRoom:
-            # The scheduler gives away what an ended pod had at once; we wait a while. Now is the time to look.
-            if not await self._pods.release_ended(0):
-                raise
-            await patiently(lambda: self._node.grant_lease(holder, request=request), self._pause)
+        # The turn is kept while a GPU is waited for: the node lock names this pod until it is bound or refused, so a
+        # call that came meanwhile would be taken for a second one for it.
+        for _ in range(ROOM_LOOKS):
+            seen = self._node.view().book.revision
+            try:
+                await patiently(lambda: self._node.grant_lease(holder, request=request), self._pause)
+                return
+            except NoRoom:
+                # The scheduler gives away at once what an ended pod had; we wait a while. Now is the time to look. And
+                # the API lets a pod go a moment before the kubelet does: seen with 1.35, one pod in some hundreds.
+                room = await self._pods.make_room()
+                if room == (0, 0) and self._node.view().book.revision == seen:
+                    raise
+                if room.held_up and not room.freed:
+                    await self._pause(ROOM_PAUSE_S)
+        await patiently(lambda: self._node.grant_lease(holder, request=request), self._pause)
 
     async def _drop(self, name: SliceName) -> None:
         try:

@@ -19,7 +19,7 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from amdvgpud.core import hami
 from amdvgpud.core.errors import AmdvgpuError, Conflict, Invalid, NotFound
@@ -51,6 +51,13 @@ async def _nothing_to_find() -> None:
     """Where nobody looks for containers."""
 
 
+class Room(NamedTuple):
+    """What came of a look at pods that are over: slices that were released, and pods that hold theirs all the same."""
+
+    freed: int
+    held_up: int
+
+
 class PodWatch:
     """The pods that are bound to this node, by uid; slices of those that ended are released."""
 
@@ -77,6 +84,8 @@ class PodWatch:
         self._now_s = now_s
         self._over_since: dict[str, float] = {}
         self._said: set[str] = set()
+        self._final: set[str] = set()
+        """Uids that the API called over when it was asked, before the watch did. A pod that is over stays so."""
         self._changed = asyncio.Event()
         self.pods: dict[str, Pod] = {}
         self.listed = asyncio.Event()
@@ -94,10 +103,12 @@ class PodWatch:
         async for change in self._api.watch_pods(self._cluster_node):
             if isinstance(change, Listed):
                 self.pods = {pod.metadata.uid: pod for pod in change.pods}
+                self._final &= self.pods.keys()
                 self.listed.set()
             elif change.deleted:
                 self.pods.pop(change.pod.metadata.uid, None)
-            else:
+                self._final.discard(change.pod.metadata.uid)
+            elif change.pod.ended or change.pod.metadata.uid not in self._final:
                 self.pods[change.pod.metadata.uid] = change.pod
             self._changed.set()
             self.told.set()
@@ -117,22 +128,38 @@ class PodWatch:
     async def release_ended(self, grace_s: float) -> int:
         """Free the slices of pods that have been over for ``grace_s``; how many. ``HostFailure``: nobody can tell."""
         now_s = self._now_s()
-        slices: dict[str, list[SliceName]] = {}
-        for name in self._node.view().book.slices:
-            if (uid := hami.pod_uid(name)) is not None:
-                slices.setdefault(uid, []).append(name)
-        over = {uid for uid in slices if _is_over(self.pods.get(uid))}
+        over = {uid for uid in self._slices() if _is_over(self.pods.get(uid))}
         self._over_since = {uid: self._over_since.get(uid, now_s) for uid in over}
         self._said &= over
         due = [uid for uid in over if now_s - self._over_since[uid] >= grace_s]
         if not due and not self._past(self.pods):
             return 0
+        return (await self._release(due)).freed
+
+    async def make_room(self) -> Room:
+        """Free what pods had that are over by now, without a grace: a scheduler has dealt it out again.
+
+        It has seen their end in the API, whatever our watch has seen. ``HostFailure``: nobody can tell.
+        """
+        return await self._release(self._slices())
+
+    def _slices(self) -> dict[str, list[SliceName]]:
+        found: dict[str, list[SliceName]] = {}
+        for name in self._node.view().book.slices:
+            if (uid := hami.pod_uid(name)) is not None:
+                found.setdefault(uid, []).append(name)
+        return found
+
+    async def _release(self, uids: Iterable[str]) -> Room:
+        """What the pods ``uids`` had, if the API asked anew calls them over; and what init containers had."""
         fresh = {pod.metadata.uid: pod for pod in await self._api.list_pods(self._cluster_node)}
-        due = [uid for uid in due if _is_over(fresh.get(uid))]
+        due = [uid for uid in uids if _is_over(fresh.get(uid))]
+        self._take_for_over(due, fresh)
         past = self._past(fresh)
         if due or past:
             await self._node.tick()  # what has just ended must not count as running
-        usage = self._node.view().usage
+        usage, slices = self._node.view().usage, self._slices()
+        held_up = 0
         freed = await self._free(
             [name for name in past if name not in usage or not usage[name].processes],
             "its init container has succeeded",
@@ -144,16 +171,31 @@ class PodWatch:
         if deleted:
             await self._find()
         for uid in due:
-            mine = slices[uid]
+            if not (mine := slices.get(uid, [])):
+                continue
             if running := [name for name in mine if name in usage and usage[name].processes]:
-                self._say(uid, mine, f"processes run in {', '.join(running)}", now_s)
+                why = f"processes run in {', '.join(running)}"
             elif uid in deleted and (uid in held.uids or self._owners(mine) & held.names - again):
-                self._say(uid, mine, "the kubelet has it", now_s)
-            elif uid in deleted and (why := await self._occupied(mine)):
-                self._say(uid, mine, why, now_s)
+                why = "the kubelet has it"
+            else:
+                why = await self._occupied(mine) if uid in deleted else ""
+            if why:
+                self._say(uid, mine, why)
+                held_up += 1
             else:
                 freed += await self._free(mine, "its pod is over")
-        return freed
+        return Room(freed, held_up)
+
+    def _take_for_over(self, uids: Iterable[str], fresh: Mapping[str, Pod]) -> None:
+        """The watch may still tell of them as running; without their slices they would pass for strangers then."""
+        for uid in uids:
+            if _is_over(self.pods.get(uid)):
+                continue
+            self._final.add(uid)
+            if uid in fresh:
+                self.pods[uid] = fresh[uid]
+            else:
+                del self.pods[uid]
 
     async def _occupied(self, names: Iterable[SliceName]) -> str:
         """Why a slice of them cannot be free, by what no ledger knows of; '': all can be."""
@@ -194,8 +236,9 @@ class PodWatch:
         texts = [lease.holder.text.split("/") for lease in leases if lease.slice in set(names)]
         return frozenset((text[0], text[1]) for text in texts if len(text) == 3)
 
-    def _say(self, uid: str, names: Iterable[SliceName], why: str, now_s: float) -> None:
-        if uid not in self._said and now_s - self._over_since[uid] >= SAID_S:
+    def _say(self, uid: str, names: Iterable[SliceName], why: str) -> None:
+        now_s = self._now_s()
+        if uid not in self._said and now_s - self._over_since.get(uid, now_s) >= SAID_S:
             self._said.add(uid)
             log.warning("Pod %s is over, but %s stay(s): %s.", uid, ", ".join(names), why)
 

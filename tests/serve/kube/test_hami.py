@@ -16,7 +16,8 @@ from amdvgpud.core import hami, plan
 from amdvgpud.core.errors import AmdvgpuError, Conflict, HostFailure, Invalid, Lingering, NoRoom, NotFound
 from amdvgpud.core.health import Condition, Health
 from amdvgpud.core.model import Compute, ComputePolicy, GpuId, Inventory, Priority, Request, Slice, SliceName
-from amdvgpud.serve.kube.hami import GATE_IN_HAMI, HEARTBEAT_S, HamiSettings, withdraw
+from amdvgpud.serve.kube.hami import GATE_IN_HAMI, HEARTBEAT_S, ROOM_LOOKS, HamiSettings, withdraw
+from amdvgpud.serve.kube.pods import Held, Room
 from amdvgpud.serve.kube.resources import Grant, GrantMount
 from tests.fakes import a_gpu
 from tests.serve.kube.fake_kubeapi import Fault, failing
@@ -632,12 +633,56 @@ async def test_the_second_container_that_fails_takes_the_firsts_with_it(stage: S
 async def test_a_pod_that_ended_makes_room_at_once_for_the_one_that_the_scheduler_sent_in_its_place(
     stage: Stage,
 ) -> None:
+    """The scheduler has seen the end in the API, and the watch has not."""
     stage.pod("a", allocation=f"{WHOLE};")
     await stage.side.resource.allocate([f"{GPU}#0"])
+    stage.api.change_pod("default", "a", {"status": {"phase": "Running"}})
+    stage.watch.pods = {pod.metadata.uid: pod for pod in await stage.client.list_pods(HERE)}
     stage.api.change_pod("default", "a", {"status": {"phase": "Succeeded"}})
     second = stage.pod("b", allocation=f"{WHOLE};")
     await stage.side.resource.allocate([f"{GPU}#0"])
     assert set(stage.slices()) == {slice_of(second)}
+
+
+async def test_room_that_the_usual_look_has_just_made_is_found(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = stage.pod("a", allocation=f"{WHOLE};")
+    await stage.side.resource.allocate([f"{GPU}#0"])
+
+    async def nothing_left_to_free() -> Room:
+        await stage.node.delete_slice(SliceName(slice_of(first)), force=True)
+        return Room(0, 0)
+
+    monkeypatch.setattr(stage.watch, "make_room", nothing_left_to_free)
+    second = stage.pod("b", allocation=f"{WHOLE};")
+    await stage.side.resource.allocate([f"{GPU}#0"])
+    assert set(stage.slices()) == {slice_of(second)}
+
+
+@pytest.mark.parametrize("looks", [3, None])
+async def test_what_the_kubelet_still_has_of_a_deleted_pod_is_waited_for_a_while(looks: int | None) -> None:
+    stage = await Stage.of()
+    await stage.side.keep()
+    first = stage.pod("a", allocation=f"{WHOLE};")
+    await stage.side.resource.allocate([f"{GPU}#0"])
+    stage.api.delete_pod("default", "a")
+    asked = 0
+
+    async def held() -> Held:
+        nonlocal asked
+        asked += 1
+        return Held() if asked == looks else Held(frozenset({("default", "a")}))
+
+    stage.watch._held = held
+    second = stage.pod("b", allocation=f"{WHOLE};")
+    if looks:
+        await stage.side.resource.allocate([f"{GPU}#0"])
+        assert set(stage.slices()) == {slice_of(second)}
+    else:
+        with pytest.raises(NoRoom):
+            await stage.side.resource.allocate([f"{GPU}#0"])
+        assert set(stage.slices()) == {slice_of(first)}
+        assert asked == ROOM_LOOKS
+    await stage.close()
 
 
 # ------------------------------------------------------------------------------------------- failures, step by step

@@ -11,6 +11,7 @@ from amdvgpud.core import hami
 from amdvgpud.core.errors import Conflict, HostFailure
 from amdvgpud.core.model import Compute, ComputePolicy, GpuId, Request, SliceName
 from amdvgpud.ports import KfdUser
+from amdvgpud.serve.kube.api import Changed
 from amdvgpud.serve.kube.pods import SAID_S
 from tests.serve.kube.fake_kubeapi import Json, failing
 from tests.serve.kube.stage import GPU, HERE, OTHER, Stage, a_container, slice_of
@@ -70,6 +71,30 @@ async def test_a_watch_that_is_behind_releases_nothing_that_the_api_still_has(st
     await served(stage, "a")
     stage.watch.pods = {}
     assert [await stage.watch.release_ended(0), len(stage.slices())] == [0, 1]
+
+
+async def test_a_pod_that_the_api_called_over_is_so_whatever_an_older_watch_still_tells(stage: Stage) -> None:
+    """Without its slice it would pass for a stranger on its GPU."""
+    pod = await served(stage, "a")
+    running = stage.watch.pods[pod["metadata"]["uid"]]
+    end(stage, "Succeeded")
+    assert await stage.watch.make_room() == (1, 0)
+    told: asyncio.Queue[Changed] = asyncio.Queue()
+    stage.client.watch_pods = lambda node: queued(told)  # type: ignore[method-assign]
+    following = asyncio.create_task(stage.watch.run())
+    told.put_nowait(Changed(running, deleted=False))
+    await told.join()
+    assert all(offer.health for offer in stage.side.offers(stage.node.view()))
+    told.put_nowait(Changed(running, deleted=True))
+    await told.join()
+    assert (stage.watch.pods, stage.watch._final) == ({}, set())
+    following.cancel()
+
+
+async def queued(told: asyncio.Queue[Changed]) -> AsyncIterator[Changed]:
+    while True:
+        yield await told.get()
+        told.task_done()
 
 
 async def test_while_the_api_is_away_nothing_is_released(stage: Stage) -> None:
