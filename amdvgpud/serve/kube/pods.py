@@ -256,11 +256,13 @@ def strangers(pods: Mapping[str, Pod], slices: Iterable[SliceName]) -> dict[str,
     ours = {hami.pod_uid(name) for name in slices}
     found: dict[str, Pod] = {}
     for uid, pod in pods.items():
-        if pod.status.phase != "Running" or uid in ours or not asking(pod):
+        if pod.status.phase != "Running" or uid in ours:
             continue
         with contextlib.suppress(Invalid):
-            for grants in hami.parse_allocation(pod.annotations.get(hami.ALLOCATED, "")):
-                found |= {grant.id: pod for grant in grants}
+            allocated = [grants for grants in hami.parse_allocation(pod.annotations.get(hami.ALLOCATED, "")) if grants]
+            for container, grants in zip(asking(pod), allocated, strict=False):
+                if not (pod.runs_first(container) and pod.has_succeeded(container)):
+                    found |= {grant.id: pod for grant in grants}
     return found
 
 

@@ -217,6 +217,16 @@ async def test_a_pod_that_the_scheduler_sent_where_an_init_container_has_ended_f
     assert set(stage.slices()) == {main, slice_of(after)}
 
 
+async def test_a_pod_of_which_only_the_init_container_had_a_gpu_is_no_stranger_there_afterwards(stage: Stage) -> None:
+    stage.pod("a", a_container("main", 0), init=[a_container("setup")], allocation=f"{SETUP};")
+    await stage.side.resource.allocate([f"{GPU}#0"])
+    init_is(stage, ENDED)
+    stage.api.change_pod("default", "a", {"status": {"phase": "Running"}})
+    await seen(stage)
+    assert [await stage.watch.release_ended(5), stage.slices()] == [1, {}]
+    assert all(offer.health for offer in stage.side.offers(stage.node.view()))
+
+
 @pytest.mark.parametrize(
     ("state", "restart", "running"),
     [
