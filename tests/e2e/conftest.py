@@ -93,11 +93,11 @@ class Corner:
     def run(self, *argv: str, timeout_s: float = 60) -> Finished:
         done = subprocess.run(
             self.command(*argv), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout_s,
-            env=self._environment(), check=False, stdin=subprocess.DEVNULL,
+            env=self.environment(), check=False, stdin=subprocess.DEVNULL,
         )  # fmt: skip
         return Finished(done.returncode, done.stdout.rstrip("\n"))
 
-    def _environment(self) -> dict[str, str]:
+    def environment(self) -> dict[str, str]:
         return {
             "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
             "CONTAINERS_CONF": str(self.folder / "containers.conf"),
@@ -125,16 +125,21 @@ class Corner:
     def _cgroup(self) -> str:
         return f"amdvgpu-e2e-{self.pid}"
 
-    def start_outside(self, *argv: str, log: Path) -> subprocess.Popen[bytes]:
-        """A process that sees the corner's files but all pids of the machine, as a service of the host does.
+    def command_outside(self, *argv: str) -> list[str]:
+        """What starts ``argv`` so that it sees the corner's files but all pids of the machine, as a service has.
 
-        Its mounts below /run are the corner's too. It ends with this process; its output goes to ``log``.
+        Its mounts below /run are the corner's too. It ends with this process, and each step becomes the next: the
+        process that is started is the program.
         """
         enter = ("nsenter", f"--target={self.pid}", "--mount", "--ipc", "--", "setpriv", "--pdeathsig=KILL", "--")
         own_proc = ("unshare", "--mount", "--propagation=unchanged", "sh", "-c", _OWN_PROC, "sh")
+        return [*enter, *own_proc, *argv]
+
+    def start_outside(self, *argv: str, log: Path) -> subprocess.Popen[bytes]:
+        """As :meth:`command_outside`; its output goes to ``log``."""
         with log.open("wb") as out:
             return subprocess.Popen(
-                [*enter, *own_proc, *argv], stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=self._environment()
+                self.command_outside(*argv), stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=self.environment()
             )
 
     def leave(self) -> None:

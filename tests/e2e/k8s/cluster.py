@@ -95,6 +95,15 @@ class Program:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
 
+class Service(Program):
+    """A program that :meth:`Corner.command_outside` starts: it is the process itself, whatever children it has."""
+
+    @property
+    def pid(self) -> int:
+        assert self._running is not None
+        return self._running.pid
+
+
 @dataclass
 class Cluster:
     corner: Corner
@@ -408,17 +417,18 @@ def pod(name: str, *argv: str, limits: Mapping[str, str | int] | None = None, **
 
 
 @contextlib.contextmanager
-def daemon(cluster: Cluster, *options: str) -> Iterator[Program]:
+def daemon(cluster: Cluster, *options: str) -> Iterator[Service]:
     """amdvgpud as a service of the machine would run: all pids in sight, the corner's files. It has promised nothing.
 
-    What the daemon of one module has cut would be missing from what the next one offers.
+    What the daemon of one module has cut would be missing from what the next one offers. Ended and started again, it
+    finds what it had promised.
     """
     cluster.corner.run("rm", "-rf", "/var/lib/amdvgpud")
     log = cluster.folder / f"amdvgpud-{time.monotonic_ns()}.log"
-    started = cluster.corner.start_outside(str(BIN / "amdvgpud"), "--rest-tcp", "", *options, log=log)
-    program = Program("amdvgpud", (), {}, log, started)
+    argv = cluster.corner.command_outside(str(BIN / "amdvgpud"), "--rest-tcp", "", *options)
+    service = Service("amdvgpud", argv, cluster.corner.environment(), log)
+    service.start()
     try:
-        yield program
+        yield service
     finally:
-        started.terminate()
-        started.wait(timeout=30)
+        service.end()

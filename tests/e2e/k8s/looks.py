@@ -25,6 +25,22 @@ def ended(cluster: Cluster, name: str) -> str:
     return phase
 
 
+def why(cluster: Cluster, name: str) -> str:
+    """How the pod stands, and what its events and the kubelet's log say of it: for the message of a failure."""
+    if cluster.api.gone(name):
+        return f"{name} is gone"
+    found = cluster.api.pod(name)
+    said = cluster.api.get(f"/api/v1/namespaces/default/events?fieldSelector=involvedObject.name={name}")["items"]
+    log = cluster.programs["kubelet"].log.read_text(errors="replace").splitlines()
+    return "\n".join(
+        [
+            f"{name}: {json.dumps(found['status'])}",
+            *(f"  {event['reason']}: {event['message']}" for event in said),
+            *[f"  {line}" for line in log if f'"default/{name}"' in line or found["metadata"]["uid"] in line][-20:],
+        ]
+    )
+
+
 def written(cluster: Cluster, name: str) -> bool:
     """Whether the pod's log is a whole JSON object yet."""
     return cluster.log_of(name).rstrip().endswith("}")

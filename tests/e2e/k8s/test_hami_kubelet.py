@@ -4,7 +4,7 @@ a container that is held, its end. The scheduler itself is in test_hami.py."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 from amdvgpud.core import hami
 from tests.e2e.k8s.api import eventually
 from tests.e2e.k8s.cluster import NODE, Cluster, Program, daemon, pod
+from tests.e2e.k8s.many import come_and_go
 
 pytestmark = [pytest.mark.root, pytest.mark.timeout(3000)]
 
@@ -150,3 +151,15 @@ def test_a_kubelet_that_starts_again_finds_its_pod_with_the_same_share(cluster: 
     assert is_in(cluster, "stays", "Running")
     assert set(before) < set(slices(cluster))
     gone(cluster, "stays", "beside")
+
+
+def test_two_hundred_pods_come_and_go_and_nothing_is_left(cluster: Cluster, served: Program) -> None:
+    """Four quarters fill a GPU: each new pod gets what one has left that the API calls over, as a scheduler does it."""
+    where: dict[str, int] = {}
+
+    def create(made: dict[str, Any], alive: Collection[str]) -> None:
+        load = [sum(where[name] == at for name in alive) for at in (0, 1)]
+        at = where[made["metadata"]["name"]] = load.index(min(load))
+        schedule(cluster, made, (at, 49000, 76))
+
+    come_and_go(cluster, served, {hami.COUNT_RESOURCE: 1}, create, together=8)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import pytest
 
@@ -14,6 +14,7 @@ from tests.e2e.conftest import BIN
 from tests.e2e.k8s.api import eventually
 from tests.e2e.k8s.cluster import Cluster, Program, daemon, pod
 from tests.e2e.k8s.looks import GIB, answers, ended, removed, written
+from tests.e2e.k8s.many import come_and_go
 
 pytestmark = [pytest.mark.root, pytest.mark.timeout(3000)]
 
@@ -104,3 +105,12 @@ def test_the_kubelet_comes_back_and_finds_all_again(cluster: Cluster, served: Se
 def test_what_is_registered_is_allocatable_within_two_seconds(served: Served) -> None:
     """Of which the kubelet's own status takes half a second here."""
     assert served.allocatable_s < 2
+
+
+def test_two_hundred_pods_come_and_go_and_nothing_is_left(cluster: Cluster, served: Served) -> None:
+    """More at a time than there are slices, so that some wait for what others give back."""
+
+    def create(made: dict[str, Any], _: Collection[str]) -> None:
+        cluster.api.create_pod(made)
+
+    come_and_go(cluster, served.daemon, {PROFILE: 1}, create, together=9)
