@@ -102,7 +102,8 @@ stubs: build/.tested
 
 # make charts   the Helm chart with Helm's own engine and Kubernetes' schemas; renews packaging/kubernetes/amdvgpud.yaml
 # make e2e-k8s  a cluster of one real node (kubelet, kube-apiserver, etcd, kube-scheduler, containerd), simulated GPUs, pods
-#               (root, Go; the first time about 20 minutes; tests/e2e/k8s/README.md)
+#               (root, Go; the first time 10 minutes were seen on two processors, and more where HAMi's scheduler is built too;
+#               tests/e2e/k8s/README.md)
 .PHONY: charts e2e-k8s
 charts: build/.tested
 	$(BIN)/pip install --quiet --group charts

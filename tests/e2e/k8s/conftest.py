@@ -17,8 +17,6 @@ from tests.e2e.k8s.cluster import IMAGE, Cluster
 
 # On demand: it compiles a kubelet. Asked for, it runs or fails; not asked for, its files are not even read.
 collect_ignore_glob = [] if "k8s" in os.environ.get("AMDVGPU_E2E", "").split(",") else ["test_*.py"]
-if not os.environ.get("AMDVGPU_E2E_HAMI"):
-    collect_ignore_glob.append("test_hami.py")
 
 HERE: Final = Path(__file__).resolve().parent
 MANIFESTS: Final = HERE.parents[2] / "packaging/kubernetes/amdvgpud.yaml"
@@ -26,13 +24,30 @@ MANIFESTS: Final = HERE.parents[2] / "packaging/kubernetes/amdvgpud.yaml"
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """HAMi's own scheduler last: it stays until the cluster ends, and writes on the node that others look at."""
-    items.sort(key=lambda item: item.path == HERE / "test_hami.py")
+    items.sort(key=lambda item: item.path.name in ("test_hami.py", "test_hami_recorded.py"))
 
 
 @pytest.fixture(scope="session")
 def programs() -> Path:
     """The folder with the real kubelet and the others."""
     built = subprocess.run([str(HERE / "build")], stdout=subprocess.PIPE, text=True, check=True)
+    return Path(built.stdout.strip())
+
+
+@pytest.fixture(scope="session")
+def hami_scheduler() -> Path:
+    """HAMi's scheduler: the one that is named, or else the one that the Go proxy has the source of.
+
+    Where it has not, what needs it is not run, and the summary says so: the rest of the tests has HAMi's words written
+    by themselves, and recorded ones.
+    """
+    if named := os.environ.get("AMDVGPU_E2E_HAMI"):
+        assert os.access(named, os.X_OK), f"AMDVGPU_E2E_HAMI={named}: there is no such program"
+        return Path(named)
+    built = subprocess.run([str(HERE / "build-hami")], capture_output=True, text=True, check=False)
+    if built.returncode == 3:
+        pytest.skip(f"NOT RUN: pods of HAMi's own scheduler. {built.stderr.strip()}; name one in AMDVGPU_E2E_HAMI")
+    assert built.returncode == 0, built.stderr
     return Path(built.stdout.strip())
 
 
@@ -52,6 +67,12 @@ def cluster(
             yield made
         finally:
             made.end()
+
+
+@pytest.fixture(scope="session")
+def hami_runs(cluster: Cluster, hami_scheduler: Path) -> None:
+    """HAMi's scheduler, until the cluster ends."""
+    cluster.start_hami(hami_scheduler)
 
 
 @pytest.fixture(scope="session")
