@@ -1,4 +1,5 @@
-"""Runs in network and mount namespaces of its own: a daemon, faults, and how long each takes to show. Prints JSON.
+"""Runs in network and mount namespaces of its own, and prints JSON: a daemon, faults, and how long each takes to show;
+or (``storm``) what it makes of a machine that changes under it, and what a fresh start makes of that.
 
 Used by tests/test_health_daemon.py and by bench/run.py.
 """
@@ -9,6 +10,8 @@ import errno
 import http.client
 import json
 import socket
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -17,6 +20,7 @@ from typing import Any
 
 from amdvgpud.sim.driver import SimulatedDriver
 from amdvgpud.sim.models import parse_simulation
+from amdvgpud.sim.tree import build_tree
 from tests.daemons import a_daemon
 from tests.uevents import seem_to_have_udevd, send_uevent
 
@@ -24,27 +28,33 @@ NODE = "3*rx7900xtx"
 PULSE_S = 1.0
 
 
-OPTIONS = (f"--simulate={NODE}", f"--health-pulse-s={PULSE_S}", "--rescan-s=3600", "--health-good-looks=1")
+STORMY_NODE = "3*mi300x"
+OPTIONS = (f"--health-pulse-s={PULSE_S}", "--rescan-s=3600", "--health-good-looks=1")
 
 
 class Corner:
     """A daemon that keeps to ``folder``, looked at until it shows something."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, node: str = NODE, root: Path | None = None) -> None:
+        self.folder = folder
         self.socket = folder / "run/api.sock"
-        self.root = folder / "run/simulated"
+        self.root = root or folder / "run/simulated"
         self.until(self.socket.exists)
-        self.driver = SimulatedDriver(parse_simulation(NODE), self.root)
+        self.driver = SimulatedDriver(parse_simulation(node), self.root)
         self.gpus: list[dict[str, Any]] = self.get("/v1/gpus")["gpus"]
 
     def get(self, path: str) -> Any:
+        content = self.ask("GET", path)
+        return content if path == "/metrics" else json.loads(content)
+
+    def ask(self, method: str, path: str, body: str | None = None) -> str:
         connection = http.client.HTTPConnection("localhost")
         connection.sock = socket.socket(socket.AF_UNIX)
         connection.sock.connect(str(self.socket))
-        connection.request("GET", path)
+        connection.request(method, path, body, {} if body is None else {"Content-Type": "application/json"})
         content = connection.getresponse().read().decode()
         connection.close()
-        return content if path == "/metrics" else json.loads(content)
+        return content
 
     def until(self, condition: Callable[[], bool]) -> float:
         """Seconds until it holds."""
@@ -83,18 +93,83 @@ class Corner:
         self.driver.set_fault(second["pci_address"], errno.EIO)
         seen["without_event_s"] = self.until(lambda: self.shows(second, "unhealthy"))
 
+        self.driver.set_fault(second["pci_address"], None)
+        self.until(lambda: self.shows(second, "healthy"))
+        self.driver.set_fault(second["pci_address"], errno.EIO)
+        send_uevent("change", self.path(second))
+        seen["with_event_s"] = self.until(lambda: self.shows(second, "unhealthy"))
+
         self.driver.unplug(third["pci_address"])
         send_uevent("remove", self.path(third))
         seen["unplugged_s"] = self.until(lambda: len(self.get("/v1/gpus")["gpus"]) == 2)
         return seen
 
+    def storm(self) -> None:
+        """The machine changes, and tells of it in more events than anybody can read."""
+        goes, is_cut, returns = self.gpus
+        for name, gpu in (("alice", goes), ("bob", is_cut), ("carol", returns)):
+            self.ask("PUT", f"/v1/slices/{name}", json.dumps({"vram": "8GiB", "compute": "25%", "on": [gpu["id"]]}))
+        self.driver.unplug(returns["pci_address"])
+        for number in range(1000):
+            send_uevent(("add", "remove", "change")[number % 3], self.path(returns))
+            if number == 300:
+                mode = f"sys/bus/pci/devices/{is_cut['pci_address']}/current_compute_partition"
+                self.driver.write(self.root / mode, "CPX")
+            if number == 600:
+                self.driver.unplug(goes["pci_address"])
+            if number == 900:
+                self.driver.plug(returns["pci_address"])
+        for _ in range(30_000):  # the queue of the daemon's socket overruns
+            send_uevent("change", self.path(is_cut))
+        self.until(lambda: self.partitions() == {is_cut["id"]: 8, returns["id"]: 1})
+
+    def partitions(self) -> dict[str, int]:
+        return {gpu["id"]: len(gpu["partitions"]) for gpu in self.get("/v1/gpus")["gpus"]}
+
+    def state(self) -> dict[str, Any]:
+        """All that is shown of GPUs and slices, but for times and for figures that are a sample of some moment."""
+        self.until(lambda: all(self.shows(gpu, "healthy") for gpu in self.get("/v1/gpus")["gpus"]))
+        seen = {"gpus": self.get("/v1/gpus")["gpus"], "slices": self.get("/v1/slices")["slices"]}
+        for gpu in seen["gpus"]:
+            del gpu["health"]["since_s"]
+        for item in seen["slices"]:
+            del item["unmanaged_processes"]
+            for share in item["shares"]:
+                del share["driver_bytes"], share["untracked_bytes"]
+        return seen | {file.name: json.loads(file.read_text()) for file in (self.folder / "cdi").iterdir()}
+
+
+def measure(folder: Path) -> dict[str, float]:
+    with a_daemon(folder, f"--simulate={NODE}", *OPTIONS) as daemon:
+        seen = Corner(folder).measure()
+        end(daemon)
+        return seen
+
+
+def storm(folder: Path) -> list[dict[str, Any]]:
+    """What the daemon shows of a machine that was there before it, and what the next one shows."""
+    states = []
+    machine = folder / "machine"
+    build_tree(parse_simulation(STORMY_NODE), machine)
+    for start in range(2):
+        with a_daemon(folder, f"--sysfs-root={machine}", *OPTIONS) as daemon:
+            corner = Corner(folder, STORMY_NODE, machine)
+            if start == 0:
+                corner.storm()
+            states.append(corner.state())
+            end(daemon)
+    return states
+
+
+def end(daemon: subprocess.Popen[Any]) -> None:
+    daemon.terminate()
+    daemon.wait(30)
+
 
 def main() -> None:
     seem_to_have_udevd()
-    with tempfile.TemporaryDirectory(dir="/run") as name, a_daemon(Path(name), *OPTIONS) as daemon:
-        print(json.dumps(Corner(Path(name)).measure()))
-        daemon.terminate()
-        daemon.wait(30)
+    with tempfile.TemporaryDirectory(dir="/run") as name:
+        print(json.dumps((storm if "storm" in sys.argv else measure)(Path(name))))
 
 
 if __name__ == "__main__":

@@ -130,10 +130,12 @@ async def scenario(watch):
     send("add", "/devices/virtual/net/tun0", "net")
     send("dance", "{GPU}")
     send("bind", "/devices/pci0000:00/0000:05:00.0", "pci")
-    await until(lambda: sum(watch.seen.values()) == 2)
+    send("change", "/devices/virtual/kfd/kfd", "kfd")
+    send("add", "/devices/platform/amdgpu_xcp_3", "platform")
+    await until(lambda: sum(watch.seen.values()) == 4)
     return sorted([*key, n] for key, n in watch.seen.items())
 """)
-    assert seen == [["other", "unreadable", 1], ["pci", "bind", 1]]
+    assert seen == [["kfd", "change", 1], ["other", "unreadable", 1], ["pci", "bind", 1], ["platform", "add", 1]]
 
 
 # ------------------------------------------------------------------------------------------------------- umockdev
