@@ -1,15 +1,19 @@
 """Looking into a container that is about to start: its command and the head of its first program.
 
-Owns how that is read without harm: everything is opened below the container's root, links and ``..`` held inside it
-(openat2(2), RESOLVE_IN_ROOT), and nothing but plain files is read: opening a device or a pipe of a stranger's could do
-things, or never return. Does not own the verdict (:mod:`amdvgpud.core.image`).
+Owns how that is read without harm: everything is opened below the container's root, links and ``..`` held inside it,
+and nothing but plain files is read: opening a device or a pipe of a stranger's could do things, or never return. Does
+not own the verdict (:mod:`amdvgpud.core.image`).
+
+The way inside is walked step by step, not by openat2(2) with RESOLVE_IN_ROOT, which would do the same in one: our unit
+has RestrictSUIDSGID, and under that systemd lets nobody call openat2, as no filter can see its flags (ENOSYS, seen
+with systemd 257).
 
 Sources: the OCI runtime specification, ``config.md``: root.path, process.args, process.env, process.cwd.
 """
 
 from __future__ import annotations
 
-import ctypes
+import errno
 import os
 import stat
 from pathlib import Path
@@ -19,13 +23,9 @@ import msgspec
 
 from amdvgpud.core.image import HEAD_BYTES, Verdict, judge
 
-_OPENAT2: Final = 437  # the same on all architectures that we are built for
-_RESOLVE_IN_ROOT: Final = 0x10
 _CONFIG_BYTES: Final = 4 << 20
-
-
-class _How(ctypes.Structure):
-    _fields_ = (("flags", ctypes.c_uint64), ("mode", ctypes.c_uint64), ("resolve", ctypes.c_uint64))
+_MAX_LINKS: Final = 40
+"""The kernel's own bound (MAXSYMLINKS)."""
 
 
 class _Root(msgspec.Struct):
@@ -48,7 +48,6 @@ class Images:
 
     def __init__(self, gate: str) -> None:
         self._gate = gate
-        self._libc = ctypes.CDLL(None, use_errno=True)
         with Path("/proc/self/exe").open("rb") as program:
             self._own = program.read(HEAD_BYTES)
 
@@ -57,7 +56,7 @@ class Images:
         try:
             content = self._read(root, f"{bundle}/config.json", _CONFIG_BYTES)
             config = msgspec.json.decode(content or b"", type=_Config)
-            inside = self._open(root, os.path.join(bundle, config.root.path), os.O_PATH | os.O_DIRECTORY)  # noqa: PTH118
+            inside = open_inside(root, os.path.join(bundle, config.root.path))  # noqa: PTH118
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
             return Verdict(None, f"its bundle cannot be read: {error}")
         try:
@@ -78,7 +77,7 @@ class Images:
     def _read(self, root: int, path: str, room: int) -> bytes | None:
         """The first ``room`` bytes of a plain file; None where there is none at ``path``."""
         try:
-            found = self._open(root, path, os.O_PATH)
+            found = open_inside(root, path)
         except (FileNotFoundError, NotADirectoryError):
             return None
         try:
@@ -89,12 +88,38 @@ class Images:
         finally:
             os.close(found)
 
-    def _open(self, root: int, path: str, flags: int) -> int:
-        how = _How(flags | os.O_CLOEXEC, 0, _RESOLVE_IN_ROOT)
-        fd: int = self._libc.syscall(
-            ctypes.c_long(_OPENAT2), root, os.fsencode(path), ctypes.byref(how), ctypes.c_size_t(ctypes.sizeof(how))
-        )
-        if fd < 0:
-            code = ctypes.get_errno()
-            raise OSError(code, os.strerror(code), path)
-        return fd
+
+def open_inside(root: int, path: str) -> int:
+    """An O_PATH descriptor of ``path`` as a process with the root ``root`` would find it; the caller's to close.
+
+    No step is the kernel's to lead out: each opens one name and follows no link, a link's text is walked as a path, and
+    ``..`` is the folder that we came through, whoever moves it meanwhile. Magic links (/proc) are texts like others.
+    """
+    if "\0" in path:
+        raise FileNotFoundError(errno.ENOENT, "no file has such a name", path)
+    way = [os.dup(root)]
+    left = path.split("/")[::-1]
+    links = 0
+    try:
+        while left:
+            name = left.pop()
+            if name in ("", "."):
+                continue
+            if name == "..":
+                if len(way) > 1:
+                    os.close(way.pop())
+                continue
+            way.append(os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=way[-1]))
+            if not stat.S_ISLNK(os.fstat(way[-1]).st_mode):
+                continue
+            target = os.readlink("", dir_fd=way[-1])
+            os.close(way.pop())
+            if (links := links + 1) > _MAX_LINKS:
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
+            while target.startswith("/") and len(way) > 1:
+                os.close(way.pop())
+            left += target.split("/")[::-1]
+        return way.pop()
+    finally:
+        for fd in way:
+            os.close(fd)

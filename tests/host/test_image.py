@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from amdvgpud.core.image import Verdict
-from amdvgpud.host.image import Images
+from amdvgpud.host.image import Images, open_inside
 
 GATE = "/usr/lib/amdvgpu/libamdvgpu.so"
 
@@ -59,6 +60,31 @@ def test_links_of_an_image_are_followed_inside_it(tmp_path: Path) -> None:
     (at / "rootfs/usr/bin").symlink_to("/bin")
     (at / "rootfs/bin/run").symlink_to("../../../../../../bin/busybox")
     assert look(at).reason == "/usr/bin/run is a static program, which loads no library"
+
+
+def test_a_way_of_many_links_ends_where_it_ends_inside_the_root(tmp_path: Path) -> None:
+    (tmp_path / "a/b").mkdir(parents=True)
+    (tmp_path / "a/b/file").write_text("found")
+    (tmp_path / "a/up").symlink_to("../../../..")
+    (tmp_path / "abs").symlink_to("/a//b/./")
+    (tmp_path / "round").symlink_to("round")
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    root = os.open(tmp_path, os.O_PATH)
+    for path in ("a/b/file", "/abs/../b/file", "a/up/abs/file", "../../a/b/file", "/a/up/a/up/../abs/file"):
+        found = open_inside(root, path)
+        assert Path(f"/proc/self/fd/{found}").read_text() == "found", path
+        os.close(found)
+    for path, error in (
+        ("round", errno.ELOOP),
+        ("a/b/file/x", errno.ENOTDIR),
+        ("no", errno.ENOENT),
+        ("a\0", errno.ENOENT),
+    ):
+        with pytest.raises(OSError) as raised:  # noqa: PT011 (its errno is compared)
+            open_inside(root, path)
+        assert raised.value.errno == error
+    os.close(root)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 def test_nothing_outside_an_image_is_looked_at(tmp_path: Path) -> None:
