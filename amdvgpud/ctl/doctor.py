@@ -130,6 +130,8 @@ class Probe:
     """A user without rights may make one, with mounts of their own in it."""
     guest_root: bool = True
     """/run/amdvgpu is there to mount on."""
+    writable: tuple[tuple[str, int], ...] = ()
+    """(slice, pid of one process) where a slice's directory is mounted and may be written to."""
     runtimes: tuple[Runtime, ...] = (Runtime("podman", "5.4.2"),)
     gate: str = "/usr/lib/amdvgpu/libamdvgpu.so"
     """Path of the library; '' with ``gate_trouble``."""
@@ -150,6 +152,13 @@ def findings(probe: Probe) -> Iterator[Finding]:
     yield from _kernel(probe)
     yield from _gate(probe)
     yield from _run(probe)
+    for name, pid in probe.writable:
+        yield Finding(
+            f"slice {name}",
+            "missing",
+            f"process {pid} has it mounted writable, so that the gate does not take it for one and holds nothing",
+            "mount its guest directory read-only and its ledger writable over that, as its CDI device does",
+        )
     yield from _daemon(probe.daemon)
     yield from _runtimes(probe)
     if probe.image is not None:
@@ -441,12 +450,40 @@ def read_probe(
         dmem=dmem,
         user_namespaces=_user_namespaces(root),
         guest_root=(root / "run/amdvgpu").is_dir(),
+        writable=tuple(sorted(_writable(root).items())),
         runtimes=tuple(_configured(name, version, root) for name, version in runtimes),
         gate=gate,
         gate_trouble=gate_trouble,
         daemon=daemon,
         image=None if image_root is None else _read_image(image_root),
     )
+
+
+def _writable(root: Path) -> dict[str, int]:
+    """Slices that a process has mounted where the gate looks, and not read-only: each with the first such process.
+
+    Of those processes that this user may look at; by the gate's own measure (ST_RDONLY: of the mount, or of what
+    is mounted); who makes up such a directory in a container of his own is listed too, and has gained nothing by it.
+    """
+    found: dict[str, int] = {}
+    pids = sorted(int(entry.name) for entry in _entries(root / "proc") if entry.name.isdigit())
+    for pid in pids:
+        for line in (_line(root / f"proc/{pid}/mountinfo") or "").splitlines():
+            mount, _, source = line.partition(" - ")
+            fields = mount.split()
+            if len(fields) < 6 or not (place := re.fullmatch(r"/run/amdvgpu/([a-z0-9.-]+)", fields[4])):
+                continue
+            options = {*fields[5].split(","), *source.split()[-1].split(",")}
+            if "ro" not in options:
+                found.setdefault(place[1], pid)
+    return found
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []
 
 
 def _gate_library() -> tuple[str, str]:

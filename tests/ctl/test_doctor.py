@@ -181,6 +181,10 @@ USER = replace(HEALTHY, uid=1000, groups=frozenset({1000}))
             ("run", "note", "user namespaces are restricted", "user.max_user_namespaces=16384"),
         ),
         (replace(USER, guest_root=False), ("run", "note", "/run/amdvgpu is not there", "mkdir /run/amdvgpu")),
+        (
+            replace(HEALTHY, writable=(("alice", 4711),)),
+            ("slice alice", "missing", "process 4711 has it mounted writable", "mount its guest directory read-only"),
+        ),
         (replace(HEALTHY, runtimes=()), ("runtimes", "note", "no container runtime here", "apt install podman")),
     ],
 )
@@ -323,6 +327,20 @@ def test_every_captured_machine_is_judged_without_an_error(captures: Path) -> No
     for tree in trees:
         probe = read_probe(Daemon("none"), [("podman", "5.4.2")], root=tree)
         assert {f.subject for f in findings(probe)} >= {"GPUs", "driver", "kernel", "daemon"}, tree
+
+
+def test_a_slice_that_is_mounted_writable_is_found_in_who_has_it(tmp_path: Path) -> None:
+    mounts = {
+        7: "1 2 0:30 /slices/alice/guest /run/amdvgpu/alice ro,nosuid shared:1 - tmpfs tmpfs rw,size=1k",
+        8: "1 2 0:30 /slices/bob/guest /run/amdvgpu/bob rw,nosuid - tmpfs tmpfs rw\n"
+        "1 2 0:30 /slices/alice/guest/ledger /run/amdvgpu/alice/ledger rw - tmpfs tmpfs rw",
+        9: "1 2 0:30 / /run/amdvgpu/carol rw - tmpfs tmpfs ro\nnonsense",
+        10: "1 2 0:30 /slices/bob/guest /run/amdvgpu/bob rw,nosuid - tmpfs tmpfs rw",
+    }
+    for pid, text in mounts.items():
+        (tmp_path / f"proc/{pid}").mkdir(parents=True)
+        (tmp_path / f"proc/{pid}/mountinfo").write_text(text)
+    assert read_probe(Daemon("none"), [], root=tmp_path).writable == (("bob", 8),)
 
 
 def test_an_empty_machine_is_read_without_an_error(tmp_path: Path) -> None:
