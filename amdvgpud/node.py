@@ -24,6 +24,7 @@ from amdvgpud.core.health import Condition, Health, effective
 from amdvgpud.core.model import (
     Book,
     ComputePolicy,
+    Gone,
     Gpu,
     GpuId,
     HealthOverride,
@@ -105,6 +106,7 @@ class NodeView:
     """What holds of each GPU that is there and was looked at, or that a person has given his word on."""
     health_found: Mapping[GpuId, Health] = field(default_factory=dict)
     """The same without people's words."""
+    gone: tuple[Gone, ...] = ()
     health_changes: Mapping[tuple[GpuId, str], int] = field(default_factory=dict)
     """Changes of condition since the start, by GPU and by the source that they are due to."""
 
@@ -143,6 +145,9 @@ class Node:
         self._next_scan: asyncio.Task[None] | None = None
         self._book = Book()
         self._inventory = Inventory()
+        self._seen: dict[GpuId, Gpu] = {}
+        """Each GPU that a scan has found, as it was last."""
+        self._gone: dict[GpuId, Gone] = {}
         self._lost: dict[SliceName, str] = {}
         self._broken: tuple[str, ...] = ()
         """Promises that the machine, as it is now, cannot keep."""
@@ -181,6 +186,7 @@ class Node:
             containers={name: c for name, c in self._containers.items() if name in self._book.slices},
             health={gpu.id: self._health[gpu.id] for gpu in self._inventory.gpus if gpu.id in self._health},
             health_found={gpu.id: self._found[gpu.id] for gpu in self._inventory.gpus if gpu.id in self._found},
+            gone=tuple(self._gone.values()),
             health_changes=dict(self._health_changes),
         )
 
@@ -877,6 +883,7 @@ class Node:
             usable = ", ".join(f"{g.index}:{g.product_name}" for g in inventory.gpus)
             self._inventory = inventory
             self.tell("inventory.changed", "node", f"GPUs: {usable or 'none'}; unusable: {len(inventory.unusable)}")
+        self._look_for_gone()
         was_lost = self._lost
         reasons = {item.name: planner.lost_reason(item, inventory) for item in self._book.slices.values()}
         self._lost = {name: reason for name, reason in reasons.items() if reason is not None}
@@ -889,6 +896,23 @@ class Node:
             elif name in was_lost and name not in self._lost:
                 self.tell("slice.returned", name, "what it was cut from is back, and so are its files")
         await self._read_ledgers(list(self._book.slices))
+
+    def _look_for_gone(self) -> None:
+        """Who has left, and who is back. What another driver has taken is unusable, and so is still here."""
+        there = {gpu.id: gpu for gpu in self._inventory.gpus}
+        unusable = {device.pci_address for device in self._inventory.unusable}
+        self._seen |= there
+        cut_from = {_gpu_of(share.partition) for item in self._book.slices.values() for share in item.shares}
+        before, self._gone = self._gone, {}
+        for gpu in sorted((self._seen.keys() | cut_from) - there.keys()):
+            if (last := self._seen.get(gpu)) is not None and last.pci_address in unusable:
+                continue
+            new = Gone(gpu, self._now_s(), *((last.pci_address, last.product_name) if last else ()))
+            self._gone[gpu] = before.get(gpu, new)
+            if gpu not in before:
+                self.tell("gpu.gone", gpu, f"it was at {last.pci_address}" if last else "slices are cut from it")
+        for gpu in before.keys() & there.keys():
+            self.tell("gpu.returned", gpu, f"it is at {there[gpu].pci_address}")
 
     def _look_for_broken_promises(self) -> None:
         broken = planner.check(self._book, self._inventory)

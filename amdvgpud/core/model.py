@@ -216,6 +216,18 @@ class Unusable:
 
 
 @dataclass(frozen=True, slots=True)
+class Gone:
+    """A GPU that was here, by an earlier scan or by slices that are cut from it, and is not: not even as unusable."""
+
+    id: GpuId
+    since_s: float
+    """Unix time of the first scan that did not find it."""
+    pci_address: str | None = None
+    """Where it was; None where only the Book knows of it."""
+    product_name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Inventory:
     """What the machine has: GPUs in KFD order, what is unusable, what was odd. Replaced whole by each scan."""
 

@@ -270,10 +270,20 @@ class UnusableView(Struct, kw_only=True):
     reason: str
 
 
+class GoneView(Struct, kw_only=True):
+    """A GPU that was here, since the daemon's start or as slices say that are cut from it, and is not."""
+
+    id: str
+    since_s: float
+    pci_address: str | None
+    product_name: str | None
+
+
 class GpuList(Struct, kw_only=True):
     gpus: list[GpuView]
     unusable: list[UnusableView]
     revision: int
+    gone: list[GoneView] = msgspec.field(default_factory=list)
 
 
 class ShareView(Struct, kw_only=True):

@@ -148,6 +148,8 @@ def gpus(answer: wire.GpuList) -> None:
     print_table(_columns("INDEX> ID PCI-ADDRESS UNIQUE-ID SMI-UUID"), names)
     for item in answer.unusable:
         print(f"unusable: {item.pci_address or item.name} ({item.name}): {item.reason}")
+    for gone in answer.gone:
+        print(f"gone: {gone.id}, since {utc_time(gone.since_s)}; it was at {_maybe(gone.pci_address)}")
 
 
 def gpu(item: wire.GpuView) -> None:

@@ -506,6 +506,11 @@ class Endpoints:
 def _resolve(view: NodeView, text: str, parameter: str) -> tuple[Any, ...]:
     try:
         return identify.resolve(view.inventory, text)
+    except NotFound as error:
+        for gone in view.gone:
+            if text in (gone.id, gone.pci_address):
+                raise NotFound(f"GPU {gone.id} was here and is gone") from error
+        raise
     except Invalid as error:
         raise problem.invalid((FieldError(parameter, error.detail),), body=False) from error
 

@@ -135,6 +135,13 @@ METRICS: Final = (
         ("gpu_uuid",),
         "VRAM that the KFD accounts to processes in no slice.",
     ),
+    Metric(
+        "amdvgpu_gpu_gone",
+        "gauge",
+        "",
+        ("gpu_uuid",),
+        "1 for each GPU that was here, since the daemon's start or as slices say that are cut from it, and is not.",
+    ),
     Metric("amdvgpu_gpus_unusable", "gauge", "", (), "AMD devices of the machine that cannot be handed out."),
     Metric(
         "amdvgpu_slice_info",

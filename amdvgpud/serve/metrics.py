@@ -260,6 +260,7 @@ class Metrics:
             "amdvgpu_gpu_slices",
             [f"{labels_text(('gpu_uuid', 'state'), key)} {n}" for key, n in count.items()],
         )
+        page.family("amdvgpu_gpu_gone", [f'{{gpu_uuid="{gone.id}"}} 1' for gone in view.gone])
         page.family("amdvgpu_gpus_unusable", [f" {len(view.inventory.unusable)}"])
 
     def _slices(self, page: Page, view: NodeView, details: bool) -> None:

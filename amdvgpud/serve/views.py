@@ -86,6 +86,10 @@ def gpu_list(view: NodeView, vram_used_bytes: Mapping[GpuId, int]) -> wire.GpuLi
             wire.UnusableView(pci_address=u.pci_address, name=u.name, reason=u.reason) for u in view.inventory.unusable
         ],
         revision=view.book.revision,
+        gone=[
+            wire.GoneView(id=g.id, since_s=g.since_s, pci_address=g.pci_address, product_name=g.product_name)
+            for g in view.gone
+        ],
     )
 
 

@@ -79,7 +79,8 @@ def gpu_list() -> wire.GpuList:
         cordoned=True,
     )
     lost = wire.UnusableView(pci_address="0000:04:00.0", name="amdgpu", reason="it has no render node")
-    return wire.GpuList(gpus=[gpu_view(), no_id], unusable=[lost], revision=3)
+    left = wire.GoneView(id="GPU-77", since_s=1_700_000_000.0, pci_address="0000:05:00.0", product_name=None)
+    return wire.GpuList(gpus=[gpu_view(), no_id], unusable=[lost], revision=3, gone=[left])
 
 
 def cdi_view(path: Path, **changes: object) -> wire.CdiView:
@@ -176,6 +177,7 @@ INDEX  ID                    PCI-ADDRESS   UNIQUE-ID           SMI-UUID
     0  GPU-0123456789abcdef  0000:83:00.0  0x0123456789abcdef  01ff7550-0000-1000-8123-456789abcdef
     1  pci-0000-03-00.0      0000:03:00.0  -                   -
 unusable: 0000:04:00.0 (amdgpu): it has no render node
+gone: GPU-77, since 2023-11-14T22:13:20Z; it was at 0000:05:00.0
 """
 
 GPU_SHOW = """\

@@ -14,6 +14,7 @@ from amdvgpud.core.model import (
     Book,
     Compute,
     ComputePolicy,
+    Gone,
     GpuId,
     Holder,
     Inventory,
@@ -22,6 +23,7 @@ from amdvgpud.core.model import (
     Request,
     Slice,
     SliceName,
+    Unusable,
     slice_name,
 )
 from amdvgpud.node import Node
@@ -323,6 +325,40 @@ async def test_a_slice_whose_gpu_is_gone_is_lost_and_comes_back_the_same(bench: 
         "slice.lost",
         "slice.returned",
     ]
+
+
+async def test_a_gpu_that_was_here_and_is_not_is_gone_until_it_is_back(bench: Bench) -> None:
+    both = bench.sysfs.inventory
+    one, other = both.gpus
+    bench.sysfs.inventory = Inventory((one,))
+    await bench.node.rescan()
+    bench.now_s += 60
+    await bench.node.rescan()
+    gone = Gone(other.id, bench.now_s - 60, other.pci_address, other.product_name)
+    assert bench.node.view().gone == (gone,)
+    taken = Unusable(other.pci_address, "vfio-pci", "another driver has it")
+    bench.sysfs.inventory = Inventory((one,), (taken,))
+    await bench.node.rescan()
+    assert bench.node.view().gone == ()
+    bench.sysfs.inventory = Inventory((one,))
+    await bench.node.rescan()
+    bench.sysfs.inventory = both
+    await bench.node.rescan()
+    assert bench.node.view().gone == ()
+    told = [e.kind for e in bench.node.events_since(0)[0] if e.subject == other.id]
+    assert told == ["gpu.gone", "gpu.gone", "gpu.returned"]
+
+
+async def test_a_gpu_that_slices_are_cut_from_is_gone_for_a_daemon_that_never_saw_it(bench: Bench) -> None:
+    item, _ = await bench.node.put_slice(quarter(on=("1",)))
+    other = bench.sysfs.inventory.gpus[1]
+    bench.sysfs.inventory = Inventory((bench.sysfs.inventory.gpus[0],))
+    again = bench.restarted()
+    await again.start()
+    assert [(gone.id, gone.pci_address) for gone in again.view().gone] == [(other.id, None)]
+    await again.delete_slice(item.name)
+    await again.rescan()
+    assert again.view().gone == ()
 
 
 async def test_another_layout_of_the_same_gpu_loses_its_slices(bench: Bench) -> None:

@@ -18,6 +18,7 @@ from amdvgpud.core.model import Holder, Inventory, SliceName
 from amdvgpud.core.truth import Belonging, KernelProcess
 from amdvgpud.serve.exposition import CLASSIC, HAMI_METRICS, METRICS, OPENMETRICS, labels_text
 from amdvgpud.serve.metrics import SLICE_STATES
+from tests.fakes import an_inventory
 
 GIB = 1024**3
 GPU0, GPU1 = "GPU-00000000abcd0000", "GPU-00000000abcd0001"
@@ -198,6 +199,20 @@ async def test_a_lost_slice_keeps_its_promise_and_shows_no_usage(desk: Any) -> N
     assert _of(got, "amdvgpu_cdi_devices") == {("amdvgpu.io/slice",): 0}
 
 
+async def test_a_gpu_that_has_left_is_not_as_if_it_had_never_been(desk: Any) -> None:
+    assert _of(await _samples(desk), "amdvgpu_gpu_gone") == {}
+    there, left = desk.sysfs.inventory.gpus
+    desk.sysfs.inventory = Inventory((there,))
+    await desk.node.rescan()
+    assert _of(await _samples(desk), "amdvgpu_gpu_gone") == {(left.id,): 1}
+    listed = (await desk.ask("GET", "/v1/gpus")).json
+    assert [(g["id"], g["pci_address"]) for g in listed["gone"]] == [(left.id, left.pci_address)]
+    for name in (left.id, left.pci_address):
+        answer = await desk.ask("GET", f"/v1/gpus/{name}")
+        assert (answer.status, answer.json["detail"]) == (404, f"GPU {left.id} was here and is gone")
+    assert "names no GPU" in (await desk.ask("GET", "/v1/gpus/GPU-77")).json["detail"]
+
+
 async def test_a_scrape_reads_no_device(desk: Any) -> None:
     def refuse(pci_address: str) -> int | None:
         raise AssertionError("a scrape has read a device")
@@ -302,6 +317,9 @@ async def test_names_of_workloads_are_on_slice_info_only(desk: Any) -> None:
 async def _full(make_desk: Any) -> Any:
     """A desk with every source in use."""
     desk = await make_desk(compat=("hami",))
+    there = desk.sysfs.inventory
+    for desk.sysfs.inventory in (an_inventory(3), there):  # one is gone
+        await desk.node.rescan()
     await desk.ask("PUT", "/v1/slices/alice", {"vram": "1GiB", "compute": "25%", "on": ["0"]})
     await desk.ask("PUT", "/v1/slices/bob", {"vram": "4TiB", "compute": "25%"})
     await desk.ask("POST", "/v1/leases", {"slice": "alice", "holder": "train.py"})

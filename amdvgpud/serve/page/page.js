@@ -121,6 +121,9 @@ function draw(system, gpus, slices) {
     ...gpus.unusable.map((unusable) =>
       filled(make("article"), make("h3", unusable.pci_address ?? unusable.name), make("p", unusable.reason)),
     ),
+    ...gpus.gone.map((gone) =>
+      filled(make("article"), make("h3", gone.product_name ?? gone.id), make("p", `${gone.id} was here and is gone.`)),
+    ),
   );
   at("gpus").replaceChildren(...(cards.length ? cards : [make("p", "No GPU that can be used.", { class: "empty" })]));
   const rows = slices.map((slice) => sliceRow(slice, colours));
