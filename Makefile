@@ -64,7 +64,8 @@ clean:
 
 # make packages      deb for Debian 12 and 13 and rpm, each in a clean root; to build/packages (3 minutes at first)
 # make e2e-systemd   the same installed, upgraded and removed on machines whose PID 1 is systemd 252 and 257; rpm on 252
-# make e2e-runtimes  docker, containerd and rootless podman of Debian 13, each with a slice
+# make e2e-runtimes  docker, containerd and rootless podman of Debian 13, each with a slice, and their hooks; CRI-O too, once
+#                    tests/e2e/systemd/crio has built it
 # make e2e-slurm     the Slurm samples under a real Slurm of one node
 # make e2e-vm        a driver that loads after the daemon, on a kernel of its own in an emulated machine (5 minutes)
 # make e2e-image     the container image, built in both ways and run
@@ -79,7 +80,7 @@ e2e-systemd: packages
 
 e2e-runtimes:
 	scripts/setup packages
-	tests/e2e/systemd/check-on trixie runtimes docker.io docker-cli containerd podman crun runc uidmap
+	tests/e2e/systemd/check-on trixie runtimes docker.io docker-cli containerd podman crun runc uidmap dbus-user-session libpam-systemd
 
 e2e-slurm:
 	scripts/setup packages

@@ -1,8 +1,8 @@
 """Containers that have a slice: who they are, whose word about them is believed, what is said of them.
 
 Pure. What /proc shows comes in as a :class:`Sighting`, what a runtime's hook says as a :class:`Report`; the two are
-held against each other here. Sources for the names of cgroups: podman (seen); docker, containerd and CRI-O (their
-documentation, with the systemd and the cgroupfs driver); the kubelet's ``kubepods`` tree.
+held against each other here. Names of cgroups as seen with the systemd and the cgroupfs driver: podman 5.4, also
+rootless; docker 26; containerd 1.7 over the CRI; CRI-O 1.34; the kubelet's ``kubepods`` tree under containerd.
 """
 
 from __future__ import annotations

@@ -148,11 +148,11 @@ def program(slice_name: str, gib: int) -> Iterator[int]:
 
 
 def image() -> Path:
-    """A root for containers: the client of the KFD, cat and sleep, with this system's own C library, because the
-    simulated KFD was built for that one.
+    """A root for containers: the client of the KFD, cat, echo and sleep, with this system's own C library, because the
+    simulated KFD was built for that one; and a static program, if one was staged.
     """
     path = Path("/tmp/image.tar")
-    programs = (KFDCLIENT, "/usr/bin/cat", "/usr/bin/sleep")
+    programs = (KFDCLIENT, "/usr/bin/cat", "/usr/bin/echo", "/usr/bin/sleep")
     libraries = {word for word in run("ldd", *programs).split() if word.startswith("/") and not word.endswith(":")}
     with tarfile.open(path, "w") as tar:
         for folder in ("dev", "etc", "proc", "run", "sys", "tmp", "usr/lib"):
@@ -161,6 +161,8 @@ def image() -> Path:
             tar.addfile(entry)
         for file in (*programs, *sorted(libraries)):
             tar.add(Path(file).resolve(), arcname=file)
+        if Path("/mnt/static").exists():
+            tar.add("/mnt/static", arcname="static")
     return path
 
 
