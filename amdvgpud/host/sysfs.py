@@ -91,11 +91,12 @@ class SysfsReader:
             usual = ("usr/share/libdrm/amdgpu.ids", "opt/amdgpu/share/libdrm/amdgpu.ids")
             name_tables = [base / name for base in dict.fromkeys((root, Path("/"))) for name in usual]
         self._names = _ProductNames(name_tables)
+        self._read_modes: dict[tuple[str, str, int], str] = {}
 
     def read_inventory(self) -> Inventory:
         """The machine as it is now. Starts over, a few times at most, when the topology changes during the scan."""
         for _ in range(_SCANS):
-            scan = _Scan(str(self._root), self._names)
+            scan = _Scan(str(self._root), self._names, self._read_modes)
             inventory = scan.inventory()
             if scan.generation() == inventory.generation_id:
                 return inventory
@@ -295,7 +296,11 @@ class _Found:
 class _Scan:
     """One pass over one tree: reads, joins, and collects what was refused."""
 
-    def __init__(self, root: str, names: _ProductNames) -> None:
+    def __init__(
+        self, root: str, names: _ProductNames, read_modes: dict[tuple[str, str, int], str] | None = None
+    ) -> None:
+        """``read_modes``, kept from scan to scan: (PCI address, file, count of partitions) -> mode as last read."""
+        self._read_modes = {} if read_modes is None else read_modes
         self._sys = os.path.join(root, "sys")  # noqa: PTH118
         self._names = names
         self._unusable: list[Unusable] = []
@@ -617,7 +622,7 @@ class _Scan:
         device_id = device.device_id if device and device.device_id is not None else first["device_id"]
         whole_bytes = _number(_read(f"{device.path}/mem_info_vram_total")) if device else None
         gfx_target = partitions[0].gfx_target
-        compute = self._mode(device, "current_compute_partition")
+        compute = self._mode(device, "current_compute_partition", len(partitions))
         return Gpu(
             id=gpu_id,
             index=0,  # the rank is known when all are
@@ -632,7 +637,7 @@ class _Scan:
             partitions=tuple(partitions),
             numa_node=numa,
             compute_partition=compute,
-            memory_partition=self._mode(device, "current_memory_partition"),
+            memory_partition=self._mode(device, "current_memory_partition", len(partitions)),
             available_compute_partitions=self._modes(device, "available_compute_partition"),
             available_memory_partitions=self._modes(device, "available_memory_partition"),
             xgmi_hive_id=next((n["hive_id"] for _, n in nodes if n["hive_id"]), 0),
@@ -819,15 +824,24 @@ class _Scan:
         """The KFD makes one CPU node for each NUMA node that is online, in order: by rank, not by number."""
         return {node.number: rank for rank, node in enumerate(cpu_nodes)}
 
-    def _mode(self, device: _PciDevice | None, name: str) -> str | None:
+    def _mode(self, device: _PciDevice | None, name: str, partition_count: int) -> str | None:
+        """What cannot be read for a moment is what it was, while the GPU has as many partitions as then: a mode that
+        came and went would make it another kind of GPU, and take it from those who count these."""
         if device is None:
             return None
         raw = _read(f"{device.path}/{name}")
+        key = (device.address, name, partition_count)
         if isinstance(raw, OSError):
-            if raw.errno != errno.ENOENT:  # Radeon boards have no such file
-                self._warn(f"{device.address}: {name} is unknown for now: {_why(raw)}")
-            return None
-        return self._mode_word(_text(raw))
+            if raw.errno == errno.ENOENT:  # Radeon boards have no such file
+                return None
+            last = self._read_modes.get(key)
+            taken = f"; taken for {last}, as it was" if last else ""
+            self._warn(f"{device.address}: {name} is unknown for now: {_why(raw)}{taken}")
+            return last
+        word = self._mode_word(_text(raw))
+        if word is not None:
+            self._read_modes[key] = word
+        return word
 
     def _mode_word(self, text: str) -> str | None:
         return text.upper() if re.fullmatch(r"[A-Za-z0-9]{3,8}", text, re.ASCII) else None

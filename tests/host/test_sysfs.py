@@ -825,6 +825,26 @@ def test_a_reset_makes_details_unknown_and_not_the_gpu_gone(machine: Machine, er
     assert SysfsReader(machine.root).vram_used_bytes("0000:05:00.0") is None
 
 
+def test_a_mode_that_cannot_be_read_for_a_moment_is_what_it_was(machine: Machine, errors: dict[str, int]) -> None:
+    """But not that of a GPU which has another count of partitions by now, nor for a file that is gone."""
+    modes = {"current_compute_partition": "SPX", "current_memory_partition": "NPS1"}
+    machine.add_gpu("0000:05:00.0", 1, 128, unique_id="ab", **modes)  # type: ignore[arg-type]
+    reader = SysfsReader(machine.root)
+    before = reader.read_inventory()
+    errors.update(dict.fromkeys(modes, errno.EBUSY))
+    now = reader.read_inventory()
+    assert now.gpus == before.gpus
+    assert (now.gpus[0].compute_partition, now.gpus[0].memory_partition) == ("SPX", "NPS1")
+    assert now.warnings[0] == (
+        "0000:05:00.0: current_compute_partition is unknown for now: busy (a reset or a partition switch in progress); "
+        "taken for SPX, as it was"
+    )
+    reader._read_modes = {(address, name, 8): mode for (address, name, _), mode in reader._read_modes.items()}
+    assert reader.read_inventory().gpus[0].compute_partition is None
+    errors.update(dict.fromkeys(modes, errno.ENOENT))
+    assert reader.read_inventory().gpus[0].compute_partition is None
+
+
 def test_a_unique_id_that_is_denied_makes_no_second_gpu_either(machine: Machine, errors: dict[str, int]) -> None:
     machine.add_gpu("0000:05:00.0", 1, 128, unique_id="ab")
     errors["unique_id"] = errno.EPERM

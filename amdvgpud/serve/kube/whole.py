@@ -38,16 +38,19 @@ GPU: Final = "amd.com/gpu"
 
 def resource_names(inventory: Inventory, naming: str) -> Mapping[str, tuple[Partition, ...]]:
     """The Partitions by resource name. Empty for ``single`` on a node whose GPUs are cut in different ways: there one
-    name would stand for different things, and a pod would get whichever comes first.
+    name would stand for different things, and a pod would get whichever comes first. A GPU without modes is of no way.
     """
-    modes = {gpu.id: (gpu.compute_partition, gpu.memory_partition) for gpu in inventory.gpus}
     found: dict[str, list[Partition]] = {}
-    for partition in inventory.partitions:
-        compute, memory = modes[partition.gpu]
-        mode = f"{compute}_{memory}".lower() if compute and memory else ""
-        found.setdefault(mode, []).append(partition)
+    for gpu in inventory.gpus:
+        compute_unread = gpu.compute_partition is None and gpu.available_compute_partitions
+        if compute_unread or (gpu.memory_partition is None and gpu.available_memory_partitions):
+            continue  # it has modes, and the one that it is in could never be read
+        mode = f"{gpu.compute_partition}_{gpu.memory_partition}".lower()
+        has_mode = gpu.compute_partition and gpu.memory_partition
+        found.setdefault(mode if has_mode else "", []).extend(gpu.partitions)
     if naming == "single":
-        return {GPU: inventory.partitions} if len(found) == 1 else {}
+        alike = len(found.keys() - {""}) <= 1
+        return {GPU: tuple(p for places in found.values() for p in places)} if found and alike else {}
     return {f"amd.com/{mode}" if mode else GPU: tuple(partitions) for mode, partitions in sorted(found.items())}
 
 

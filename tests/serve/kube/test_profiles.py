@@ -14,7 +14,7 @@ import pytest
 from amdvgpud.core.containers import Container
 from amdvgpud.core.errors import Conflict, HostFailure, Lingering, NoRoom, NotFound
 from amdvgpud.core.health import Condition, Health
-from amdvgpud.core.model import Compute, ComputePolicy, Holder, Request, Slice, SliceName, Usage
+from amdvgpud.core.model import Compute, ComputePolicy, Gpu, Holder, Request, Slice, SliceName, Usage
 from amdvgpud.core.profiles import SliceProfile, parse_profiles
 from amdvgpud.ports import KfdUser
 from amdvgpud.serve.endpoints import Process
@@ -560,12 +560,31 @@ async def test_leases_of_others_are_no_business_of_the_kubelet(
 # --------------------------------------------------------------------------------------------------------- whole
 
 
+def of_mode(gpu: Gpu, mode: str | None) -> Gpu:
+    """None: a GPU that has none; ``?``, and ``?`` behind a mode: one whose compute or memory mode could not be read."""
+    if mode is None:
+        return replace(gpu, compute_partition=None, memory_partition=None)
+    if mode == "?":
+        return replace(gpu, compute_partition=None, available_compute_partitions=("SPX", "CPX"))
+    if mode.endswith("?"):
+        return replace(of_mode(gpu, mode[:-1]), memory_partition=None, available_memory_partitions=("NPS1", "NPS4"))
+    return gpu if mode == "SPX" else in_mode(gpu, mode)
+
+
 @pytest.mark.parametrize(
     ("modes", "naming", "names"),
     [
         (("SPX", "SPX"), "single", {"amd.com/gpu": 2}),
         (("CPX", "CPX"), "single", {"amd.com/gpu": 16}),
         (("SPX", "CPX"), "single", {}),
+        ((None, "SPX"), "single", {"amd.com/gpu": 2}),
+        ((None, "CPX"), "single", {"amd.com/gpu": 9}),
+        ((None, "SPX", "CPX"), "single", {}),
+        (("?", "CPX"), "single", {"amd.com/gpu": 8}),
+        (("?", "CPX"), "mixed", {"amd.com/cpx_nps1": 8}),
+        (("SPX?", "CPX"), "mixed", {"amd.com/cpx_nps1": 8}),
+        (("?",), "single", {}),
+        ((None, None), "single", {"amd.com/gpu": 2}),
         ((None, None), "mixed", {"amd.com/gpu": 2}),
         (("CPX", "CPX"), "mixed", {"amd.com/cpx_nps1": 16}),
         (("SPX", "CPX"), "mixed", {"amd.com/spx_nps1": 1, "amd.com/cpx_nps1": 8}),
@@ -574,10 +593,7 @@ async def test_leases_of_others_are_no_business_of_the_kubelet(
     ],
 )
 def test_names_follow_the_modes(modes: Sequence[str | None], naming: str, names: Mapping[str, int]) -> None:
-    gpus = [
-        replace(gpu, compute_partition=None) if mode is None else in_mode(gpu, mode) if mode != "SPX" else gpu
-        for gpu, mode in zip(an_inventory(len(modes)).gpus, modes, strict=True)
-    ]
+    gpus = [of_mode(gpu, mode) for gpu, mode in zip(an_inventory(len(modes)).gpus, modes, strict=True)]
     inventory = replace(an_inventory(0), gpus=tuple(gpus))
     assert {name: len(places) for name, places in resource_names(inventory, naming).items()} == names
 
