@@ -266,6 +266,18 @@ class NodeLock:
         self._cluster_node = cluster_node
         self._pause = pause
         self._jitter = jitter
+        self._looked = ""
+        """Its text when it was last looked at."""
+
+    def named(self, pod: Pod) -> bool:
+        """Whether it was this pod's at the last look, which may be some time ago."""
+        return _is_of(self._looked, pod.metadata.namespace, pod.metadata.name)
+
+    def look(self, cluster: ClusterNode) -> str | None:
+        """What it says now; None: nobody has it."""
+        text = cluster.annotations.get(hami.LOCK)
+        self._looked = text or ""
+        return text
 
     async def release(
         self, namespace: str, pod: str, *, exactly: str | None = None, seen: ClusterNode | None = None
@@ -279,7 +291,7 @@ class NodeLock:
             try:
                 cluster = seen or await self._api.get_node(self._cluster_node)
                 seen = None
-                text = cluster.annotations.get(hami.LOCK)
+                text = self.look(cluster)
                 if text is None or exactly not in (None, text) or not _is_of(text, namespace, pod):
                     return
                 await self._api.patch_node(
@@ -295,7 +307,7 @@ class NodeLock:
 
     async def release_if_stuck(self, cluster: ClusterNode) -> None:
         """Release a lock whose pod is gone, or has been bound or refused: who should have done it has crashed."""
-        text = cluster.annotations.get(hami.LOCK)
+        text = self.look(cluster)
         if text is None:
             return
         try:
@@ -381,9 +393,12 @@ class HamiResource:
     def prefer(self, view: NodeView, available: Sequence[str], must_include: Sequence[str], size: int) -> Sequence[str]:
         """Slots of the GPUs that the scheduler has chosen for the pod that waits, so that the kubelet's books agree.
 
-        One slot of a GPU each: a request never means two of one. Without a pod that waits, slots of different GPUs.
+        One slot of a GPU each: a request never means two of one. Without a pod that waits, slots of different GPUs. As
+        for a call, a pod's text is believed only where it fits its own request: of those the one that had the lock when
+        it was last looked at, else the oldest binding.
         """
-        waiting = waiting_of(self._pods.pods, self._settings.cluster_node)
+        waiting = [pod for pod in waiting_of(self._pods.pods, self._settings.cluster_node) if _is_plausible(pod, size)]
+        waiting.sort(key=lambda pod: not self._lock.named(pod))
         chosen = hami.first_waiting(waiting[0].annotations[hami.WAITING]) if waiting else None
         order = {grant.id: rank for rank, grant in enumerate(chosen[1])} if chosen else {}
         found = list(must_include)
@@ -478,7 +493,7 @@ class HamiResource:
     async def _named(self, cluster: ClusterNode) -> Pod | None:
         """The pod that the lock names, if it was sent here and is bound already. What else it names is left alone; a
         lock of a pod that is gone is released."""
-        text = cluster.annotations.get(hami.LOCK)
+        text = self._lock.look(cluster)
         lock = None if text is None else hami.parse_lock(text)
         if lock is None or lock.namespace is None or lock.pod is None:
             return None

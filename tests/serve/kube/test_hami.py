@@ -909,6 +909,29 @@ async def test_the_kubelet_is_told_to_take_slots_of_the_gpus_that_the_scheduler_
     assert resource.prefer(view, available[:10], [], 3) == [f"{GPU}#{i}" for i in range(3)]
 
 
+@pytest.mark.parametrize(
+    ("gpus", "allocation"),
+    [(0, f"{OTHER},T,1,1:;"), (2, f"{OTHER},T,1,1:;"), (2, f"{OTHER},T,1,1:{GPU},T,1,1:;")],
+    ids=["it asks for no GPU", "for more than its text has", "for more than the call"],
+)
+async def test_a_pod_that_this_cannot_be_for_steers_nobody(stage: Stage, gpus: int, allocation: str) -> None:
+    stage.scheduled("spoiler", a_container("main", gpus), allocation=allocation)
+    stage.scheduled("real", allocation=f"{QUARTER};")
+    stage.watch.pods = {p.metadata.uid: p for p in await stage.client.list_pods(HERE)}
+    available = [f"{OTHER}#0", f"{GPU}#0"]
+    assert stage.side.resource.prefer(stage.node.view(), available, [], 1) == [f"{GPU}#0"]
+
+
+async def test_the_pod_that_had_the_lock_at_the_last_look_steers_first(stage: Stage) -> None:
+    stage.scheduled("older", allocation=f"{QUARTER};")
+    stage.pod("younger", allocation=f"{HALF};")
+    stage.watch.pods = {p.metadata.uid: p for p in await stage.client.list_pods(HERE)}
+    available = [f"{GPU}#0", f"{OTHER}#0"]
+    assert stage.side.resource.prefer(stage.node.view(), available, [], 1) == [f"{GPU}#0"]
+    await stage.side.keep()
+    assert stage.side.resource.prefer(stage.node.view(), available, [], 1) == [f"{OTHER}#0"]
+
+
 async def test_a_gpu_without_a_known_numa_node_has_none_for_the_kubelet(stage: Stage) -> None:
     (partition,) = a_gpu(0).partitions
     stage.sysfs.inventory = Inventory((replace(a_gpu(0), partitions=(replace(partition, numa_node=None),)),))
