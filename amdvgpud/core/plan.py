@@ -29,6 +29,7 @@ from amdvgpud.core.model import (
     Book,
     Compute,
     ComputePolicy,
+    CuLayout,
     CuSet,
     Gpu,
     GpuId,
@@ -574,7 +575,8 @@ def resize(book: Book, inventory: Inventory, item: Slice, vram_bytes: int) -> Pl
 # --------------------------------------------------------------------------------------------------------- refusals
 
 
-def _wanted_text(request: Request, cus: int | None = None) -> str:
+def _wanted_text(request: Request, want: _Want | None = None, layout: CuLayout | None = None) -> str:
+    """``want`` and ``layout``: what it comes to on the Partition that is spoken of; None: it comes to nothing there."""
     compute = request.compute
     parts = []
     if request.vram_bytes is not None:
@@ -583,9 +585,13 @@ def _wanted_text(request: Request, cus: int | None = None) -> str:
         parts.append("all CUs unshared")
     elif compute.percent is not None:
         percent = f"{compute.percent:g}% of the CUs"
-        parts.append(percent if cus is None else f"{cus} CUs ({compute.percent:g}%)")
+        parts.append(percent if want is None else f"{want.asked_cus} CUs ({compute.percent:g}%)")
     else:
         parts.append(f"{compute.cu_count} CUs")
+    if want is not None and layout is not None and compute.policy is ComputePolicy.EXACT:
+        granted = want.nominal * want.granule_cus
+        if granted != want.asked_cus:
+            parts[-1] += f" ({granted} here, {'whole WGPs' if layout.wgp else 'as many on each XCC'})"
     where = "one partition" if request.gpu_count == 1 else f"each of {request.gpu_count} different GPUs"
     return f"wanted {' and '.join(parts)} on {where}"
 
@@ -616,7 +622,7 @@ def _no_room(inventory: Inventory, request: Request, candidates: list[Occupancy]
     # max() keeps the first of equals: KFD node order decides.
     at, (free_cus, enough_cus, enough_vram, _) = max(measures, key=lambda m: (m[1][1] + m[1][2], m[1][3]))
     want = _want(at, compute)
-    text = _wanted_text(request, want.asked_cus if want is not None else None)
+    text = _wanted_text(request, want, at.partition.layout)
     others = f"{len(roomy)} GPU{'s have' if len(roomy) > 1 else ' has'} room; of the others " if roomy else ""
     text += f"; {others}the roomiest, {at.name}, has {human_size(at.vram_free_bytes)} and {free_cus} CUs"
     if at.whole:

@@ -448,9 +448,30 @@ def test_ten_pods_of_one_per_cent_and_a_big_one_that_still_fits_and_one_that_doe
     small = [exact(hami.pod_slice(UID, i), 3) for i in range(10)]
     book = with_slices(inventory, *small)
     assert sum(len(share.cus or ()) for item in book.slices.values() for share in item.shares) == 80
-    with pytest.raises(NoRoom, match=r"wanted 1 GiB and 274 CUs on one partition; the roomiest, 0000:11:00.0/0, has"):
+    with pytest.raises(NoRoom) as refusal:
         plan.place(book, inventory, exact("big", 274), {})
+    assert str(refusal.value) == (
+        "wanted 1 GiB and 274 CUs (272 here, as many on each XCC) on one partition; the roomiest, 0000:11:00.0/0, has "
+        "182 GiB and 224 CUs"
+    )
     assert with_slices(inventory, exact("big", 225), book=book).slices[SliceName("big")].shares[0].granted_cus == 224
+
+
+@pytest.mark.parametrize(
+    ("layout", "taken", "asked", "words"),
+    [
+        (None, 304, 3, "wanted 1 GiB and 3 CUs (8 here, as many on each XCC) on one partition; .* and 0 CUs"),
+        (WGPS, 62, 3, "wanted 1 GiB and 3 CUs (4 here, whole WGPs) on one partition; .* and 2 CUs"),
+        (WGPS, 62, 4, "wanted 1 GiB and 4 CUs on one partition; .* and 2 CUs"),
+    ],
+)
+def test_a_refusal_says_what_was_asked_what_it_comes_to_and_what_is_free(
+    layout: CuLayout | None, taken: int, asked: int, words: str
+) -> None:
+    inventory = Inventory((a_gpu(0, layout=layout),))
+    book = with_slices(inventory, exact("others", taken))
+    with pytest.raises(NoRoom, match=words.replace("(", r"\(").replace(")", r"\)")):
+        plan.place(book, inventory, exact("one", asked), {})
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,8 @@ class HamiSide:
         self._offered: tuple[Offer, ...] = ()
         self._said = ""
         self._fit: dict[GpuId, Health | None] | None = None
+        """As was told last; None in it: that it has gone."""
+        self._untold: set[GpuId] = set()
         self.resource = HamiResource(node, api, settings, pods, deliver, self._lock, self.offers, pause)
 
     def offers(self, view: NodeView) -> tuple[Offer, ...]:
@@ -205,21 +207,27 @@ class HamiSide:
         self.known.set()
 
     async def _tell_health(self, view: NodeView) -> None:
-        """Events on the Node, for people. The first look is only the baseline; none of it is worth a failure."""
+        """Events on the Node, for people. The first look is only the baseline. None of it is worth a failure: what
+        could not be written is tried again with the next look."""
         here: dict[GpuId, Health | None] = {gpu.id: view.health.get(gpu.id, Health()) for gpu in view.inventory.gpus}
-        before = self._fit
-        self._fit = here if before is None else dict.fromkeys(before) | here
-        for gpu, health in self._fit.items() if before is not None else ():
+        if self._fit is None:
+            self._fit = here
+        for gpu, health in (dict.fromkeys(self._fit) | here).items():
             is_ = _state(health)
-            if is_ == _state((before or {}).get(gpu, Health())):
-                continue
-            message = f"{gpu} is not there any more" if health is None else f"{gpu}: {health.reason or 'it works'}"
-            try:
-                await self._api.tell_of_node(
-                    self._settings.cluster_node, is_, message, warning=is_ != hami.EVENT_RECOVERED, now_s=self._now_s()
-                )
-            except AmdvgpuError as error:
-                log.warning("The event %s of %s could not be written: %s", is_, gpu, error)
+            if is_ != _state(self._fit.get(gpu, Health())):
+                message = f"{gpu} is not there any more" if health is None else f"{gpu}: {health.reason or 'it works'}"
+                warning = is_ != hami.EVENT_RECOVERED
+                try:
+                    await self._api.tell_of_node(
+                        self._settings.cluster_node, is_, message, warning=warning, now_s=self._now_s()
+                    )
+                except AmdvgpuError as error:
+                    level = logging.DEBUG if gpu in self._untold else logging.WARNING
+                    log.log(level, "The event %s of %s could not be written: %s", is_, gpu, error)
+                    self._untold.add(gpu)
+                    continue
+            self._fit[gpu] = health
+            self._untold.discard(gpu)
 
 
 async def withdraw(api: KubeApi, cluster_node: str) -> None:

@@ -80,6 +80,29 @@ async def test_a_change_of_health_is_registered_at_once_and_told(stage: Stage) -
     running.cancel()
 
 
+async def test_a_change_of_health_that_could_not_be_told_is_told_later(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    ill = Health(Condition.UNHEALTHY, "uncorrectable errors", "ras", 1.0)
+    await stage.node.set_health({GpuId(GPU): ill})
+    stage.api.faults = [("POST", "events", failing(403))] * 2
+    for _ in range(2):
+        await stage.side.keep()
+    assert (stage.api.events, caplog.text.count("could not be written")) == ([], 1)
+    for _ in range(2):
+        await stage.side.keep()
+    assert [(event["reason"], event["message"]) for event in stage.api.events] == [
+        (hami.EVENT_UNHEALTHY, f"{GPU}: uncorrectable errors")
+    ]
+    # What has passed again before it could be told is told nobody.
+    await stage.node.set_health({GpuId(GPU): Health()})
+    stage.api.faults = [("POST", "events", failing(403))]
+    await stage.side.keep()
+    await stage.node.set_health({GpuId(GPU): ill})
+    await stage.side.keep()
+    assert len(stage.api.events) == 1
+
+
 def _health(stage: Stage) -> list[bool]:
     return [gpu.get("health", False) for gpu in json.loads(stage.api.annotations("node", HERE)[hami.REGISTRATION])]
 
@@ -617,9 +640,31 @@ async def test_what_was_promised_to_others_is_never_overlapped_whatever_a_pod_sa
         Request(SliceName("alice"), Compute(ComputePolicy.EXACT, cu_count=288), 100 << 30, on=(GPU,))
     )
     stage.pod("a", allocation=f"{QUARTER};", notes={hami.CU_ALLOCATED: json.dumps({GPU: "0-303"})})
-    with pytest.raises(NoRoom, match=r"wanted 16 GiB and 76 CUs on .* has 92 GiB and 16 CUs"):
+    with pytest.raises(NoRoom, match=r"wanted 16 GiB and 76 CUs \(72 here, .*\) on .* has 92 GiB and 16 CUs"):
         await stage.side.resource.allocate([f"{GPU}#0"])
     assert (set(stage.slices()), stage.locked()) == ({"alice"}, None)
+
+
+async def test_small_pods_take_more_than_the_scheduler_counts_and_a_big_one_is_told_so(stage: Stage) -> None:
+    for number in range(9):
+        stage.pod(f"small-{number}", allocation=f"{GPU},T,1024,3:;")  # 1 % of 304; each XCC gives one
+        await stage.side.resource.allocate([f"{GPU}#{number}"])
+    small = stage.slices()
+    assert {granted for shares in small.values() for *_, granted in shares} == {8}
+    stage.pod("big", allocation=f"{GPU},T,1024,277:;")  # what the scheduler takes to be left: 304 - 9 * 3
+    with pytest.raises(NoRoom) as refusal:
+        await stage.side.resource.allocate([f"{GPU}#9"])
+    assert "wanted 1 GiB and 277 CUs (272 here, as many on each XCC)" in str(refusal.value)
+    assert "has 183 GiB and 232 CUs" in str(refusal.value)
+    assert (stage.slices(), stage.locked(), stage.notes("big")[hami.BIND_PHASE]) == (small, None, hami.FAILED)
+    assert hami.CU_ALLOCATED not in stage.notes("big")
+    again = stage.pod("smaller", allocation=f"{GPU},T,1024,232:;")
+    await stage.side.resource.allocate([f"{GPU}#9"])
+    assert stage.slices()[slice_of(again)] == [(f"{GPU}/0", 1024, 232)]
+    said = [stage.notes(name)[hami.CU_ALLOCATED] for _, name in stage.api.pods if name != "big"]
+    masks = [hami.parse_cus(text)[GPU].mask for text in said]
+    assert sum(mask.bit_count() for mask in masks) == 304
+    assert sum(masks) == (1 << 304) - 1  # no bit twice
 
 
 async def test_the_second_container_that_fails_takes_the_firsts_with_it(stage: Stage) -> None:
