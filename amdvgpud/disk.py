@@ -77,8 +77,18 @@ class Disk:
         if (refusal := self.cdi.publish(live, inventory).error) is not None:
             log.warning("The CDI file could not be written, the previous one stays: %s", refusal)
         for name in there - book.slices.keys():
-            self._remove(name)  # left by a crash between journal and files; nobody was ever told of it
+            if not self._may_be_of_a_lost_book(name, book):
+                self._remove(name)  # left by a crash between journal and files; nobody was ever told of it
         return failed
+
+    def _may_be_of_a_lost_book(self, name: SliceName, book: Book) -> bool:
+        """Whether somebody may have ``name`` by a Book that was lost: one that never had anything and finds files, or
+        somebody lives in them. They stay for a slice that is made anew for who has it, with its ledger."""
+        if book.revision == 0:
+            return True
+        with contextlib.suppress(NotFound, HostFailure):
+            return bool(self.files.usage(name).processes)
+        return False
 
     def reclaim(self, names: Iterable[SliceName]) -> list[tuple[SliceName, int]]:
         """(slice, bytes) where dead processes' charges were returned."""

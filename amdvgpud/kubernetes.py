@@ -6,6 +6,7 @@ Beside :mod:`amdvgpud.assembly`, which puts the rest together.
 from __future__ import annotations
 
 import asyncio
+import logging
 import platform
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -28,7 +29,7 @@ from amdvgpud.serve.kube.hami import withdraw as hami_withdraw
 from amdvgpud.serve.kube.labels import keep_labels
 from amdvgpud.serve.kube.podresources import PodResources, remembered_pods
 from amdvgpud.serve.kube.pods import Held, PodWatch
-from amdvgpud.serve.kube.resources import Grant, Mountpoints, Resource, grant_of
+from amdvgpud.serve.kube.resources import Grant, Mountpoints, grant_of
 from amdvgpud.serve.metrics import Metrics
 from amdvgpud.settings import Settings, hook_needs
 
@@ -43,6 +44,9 @@ except ModuleNotFoundError as error:
         f"a kubelet is spoken to by gRPC, and there is no {error.name} here: install amdvgpud[kubernetes], or leave "
         "kubelet.mode empty",
     ) from error
+
+
+log = logging.getLogger(__name__)
 
 
 class PartitionSpecs(Protocol):
@@ -72,13 +76,20 @@ class Kubelet:
         self._cdi = cdi
         self._partitions = partitions
         self._mountpoints = mountpoints
-        self._profiles = settings.kubelet_profiles if "profiles" in settings.kubelet_mode else ()
+        profiles = settings.kubelet_profiles if "profiles" in settings.kubelet_mode else ()
+        self._profiled = Profiles(node, profiles)
         pod_resources = PodResources(settings.kubelet_pod_resources)
-        self._leases = leases = KubeletLeases(node, pod_resources, settings.kubelet_dir, find=find)
-        self._offers: list[Callable[[], Sequence[Resource]]] = []
+        self._leases = leases = KubeletLeases(
+            node,
+            pod_resources,
+            settings.kubelet_dir,
+            find=find,
+            meant=lambda: {resource.name: resource.means for offer in self._offers for resource in offer()},
+        )
+        self._offers: list[Callable[[], Sequence[ProfileResource | WholeResource]]] = []
         policy = settings.kubelet_preference
-        if self._profiles:
-            cut = [ProfileResource(profile, node, leases, self.slices, policy) for profile in self._profiles]
+        if profiles:
+            cut = [ProfileResource(profile, node, leases, self.slices, policy) for profile in profiles]
             self._offers.append(lambda: cut)
         if "whole" in settings.kubelet_mode:
             whole = WholeResources(
@@ -145,13 +156,22 @@ class Kubelet:
         """Before the doors open: ``Invalid`` where what the settings ask for cannot be had from this cluster node."""
         if self._offers or self._hami is not None:
             await self.delivery.settle()
+        # Profiles are cut before a kubelet is shown what is gone a moment later; and what a container has that this
+        # Book does not know of is taken up before others can have it: whole GPUs, then slices as they are cut.
+        await self._adopt()
+        await self._profiled.cut()
+        await self._adopt()
+
+    async def _adopt(self) -> None:
+        try:
+            await self._leases.adopt()
+        except AmdvgpuError as error:
+            log.info("Which containers have devices cannot be asked yet: %s", error)
 
     async def run(self) -> None:
-        """Until cancelled. Profiles are cut first, so that a kubelet is not shown what is gone a moment later."""
-        profiles = Profiles(self._node, self._profiles)
-        await profiles.cut()
+        """Until cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(profiles.run(), name="profiles")
+            tasks.create_task(self._profiled.run(), name="profiles")
             tasks.create_task(self._leases.run(), name="kubelet leases")
             tasks.create_task(self._plugin.run(), name="device plugin")
             tasks.create_task(self.delivery.follow(), name="kubelet delivery")

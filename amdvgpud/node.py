@@ -24,6 +24,7 @@ from amdvgpud.core.health import Condition, Health, effective
 from amdvgpud.core.model import (
     Book,
     ComputePolicy,
+    CuSet,
     Gone,
     Gpu,
     GpuId,
@@ -300,6 +301,22 @@ class Node:
             raise Invalid("a lease is either on an existing slice or on a requested one: name exactly one of the two")
         return await self._change(self._grant_lease(holder, slice, request, ttl_s, owner_uid, container))
 
+    async def adopt(
+        self,
+        holder: Holder,
+        *,
+        slice: SliceName | None = None,
+        request: Request | None = None,
+        places: Mapping[PartitionId, CuSet | None] = MappingProxyType({}),
+    ) -> Lease:
+        """What ``holder`` has already, and this Book does not know of: it was lost, or is new. Exactly one of ``slice``
+        and ``request``; of the latter ``places`` has the CUs on each Partition (None: whole).
+
+        That its GPU is unfit or in use is no reason against it. ``Conflict`` where a rule of placement, or another
+        promise, says that it cannot be so.
+        """
+        return await self._change(self._adopt(holder, slice, request, places))
+
     async def renew_lease(self, lease_id: LeaseId, ttl_s: float | None) -> Lease:
         """The lease now ends ``ttl_s`` from now (None: not by time)."""
         return await self._change(self._renew_lease(lease_id, ttl_s))
@@ -465,6 +482,31 @@ class Node:
             lease = _bound(lease, self._containers.get(item.name, ()))
         await self._become(book.with_lease(lease))
         self.tell("lease.granted", lease.id, f"slice {item.name} is held by {holder.text or 'somebody'}")
+        return lease
+
+    async def _adopt(
+        self,
+        holder: Holder,
+        slice: SliceName | None,
+        request: Request | None,
+        places: Mapping[PartitionId, CuSet | None],
+    ) -> Lease:
+        book = self._book
+        if request is not None:
+            if request.name in book.slices:
+                raise Conflict(f"slice {request.name} exists already")
+            request = self._canonical(request)
+            item = self._placed(request, 0, planner.take_over(book, self._inventory, request, places))
+            book = book.with_slice(item)
+        else:
+            assert slice is not None  # noqa: S101  # as adopt has it
+            item = self._slice(slice)
+            if (held := book.lease_of(slice)) is not None:
+                raise Conflict(f"slice {slice} is held by lease {held.id} ({held.holder.text or 'no name given'})")
+        ephemeral = request is not None
+        lease = Lease(LeaseId(secrets.token_hex(8)), item.name, holder, self._now_s(), None, ephemeral)
+        await self._become(book.with_lease(lease))
+        self.tell("lease.granted", lease.id, f"slice {item.name} is held by {holder.text}, since before this Book")
         return lease
 
     def _refuse_if_unfit(self, item: Slice) -> None:

@@ -548,6 +548,41 @@ def _share(at: Occupancy, want: _Want, free: int, request: Request) -> Share:
     )
 
 
+def take_over(book: Book, inventory: Inventory, request: Request, places: Mapping[PartitionId, CuSet | None]) -> Plan:
+    """What somebody has already, as a Plan for ``request``: nothing is chosen here. ``places``: the CUs on each of its
+    Partitions (None: whole). ``Conflict`` where such a request does not come to that, or somebody else has it.
+    """
+    taken = occupancy(book, inventory)
+    if missing := sorted(where for where in places if where not in taken):
+        raise Conflict(f"slice {request.name} is on {', '.join(missing)}, which is not here")
+    shares, faults = [], []
+    for where, at in taken.items():
+        if where not in places:
+            continue
+        cus, layout = places[where], at.partition.layout
+        mask = None if cus is None else cus.mask
+        want = _want(at, request.compute)
+        granted = layout.cu_count if mask is None else mask.bit_count()
+        if want is None or granted != min(want.nominal * want.granule_cus, layout.cu_count):
+            faults.append(f"{where}: {granted} CUs are not what {request.compute.cu_count} come to")
+        shares.append(
+            Share(
+                partition=where,
+                vram_bytes=at.partition.vram_bytes if request.vram_bytes is None else request.vram_bytes,
+                cus=cus,
+                shared=False,
+                asked_cus=granted if want is None else want.asked_cus,
+                granted_cus=granted,
+                effective_cus=cumask.effective_cus(layout, mask),
+                layout_hash=at.layout_hash,
+            )
+        )
+    plan = Plan(request, tuple(shares))
+    if faults := [*faults, *_plan_faults(plan, taken)]:
+        raise Conflict(f"slice {request.name} cannot be what somebody has: {'; '.join(faults)}")
+    return plan
+
+
 def resize(book: Book, inventory: Inventory, item: Slice, vram_bytes: int) -> Plan:
     """The same CUs with another VRAM quota on each GPU.
 
@@ -696,6 +731,13 @@ def _verify(plan: Plan, taken: dict[PartitionId, Occupancy], before: Sequence[Sh
 
     Our own fault, if it ever is one: a lease that is refused, never one that starts without its limits.
     """
+    if faults := _plan_faults(plan, taken, before):
+        raise AmdvgpuError(f"the plan for slice {plan.request.name} broke its own rules: {'; '.join(faults)}")
+    places = [taken[share.partition] for share in plan.shares]
+    cumask.proven_cu_mask([share.cus for share in plan.shares], [at.partition.cu_count for at in places])
+
+
+def _plan_faults(plan: Plan, taken: Mapping[PartitionId, Occupancy], before: Sequence[Share] = ()) -> list[str]:
     faults: list[str] = []
     old = {share.partition: share.vram_bytes for share in before}
     places = [taken[share.partition] for share in plan.shares]
@@ -715,9 +757,7 @@ def _verify(plan: Plan, taken: dict[PartitionId, Occupancy], before: Sequence[Sh
     nodes = [at.partition.kfd_node for at in places]
     if nodes != sorted(nodes):
         faults.append("shares out of KFD order")
-    if faults:
-        raise AmdvgpuError(f"the plan for slice {plan.request.name} broke its own rules: {'; '.join(faults)}")
-    cumask.proven_cu_mask([share.cus for share in plan.shares], [at.partition.cu_count for at in places])
+    return faults
 
 
 def lost_reason(item: Slice, inventory: Inventory) -> str | None:

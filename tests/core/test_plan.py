@@ -36,7 +36,7 @@ from amdvgpud.core.model import (
     SliceName,
     Spread,
 )
-from amdvgpud.core.plan import Capacity, place, resize
+from amdvgpud.core.plan import Capacity, place, resize, take_over
 
 GIB = 1024**3
 LayoutOf = Callable[[str], CuLayout]
@@ -118,6 +118,55 @@ def test_what_is_asked_granted_and_effective_on_an_empty_gpu(
     assert counts_of(share) == counts
     assert share.shared is (policy == "shared")
     assert (share.cus is None) is (policy == "whole")
+
+
+@pytest.mark.parametrize(
+    ("model", "compute", "policy"),
+    [
+        ("MI300X", "76", "exact"),
+        ("MI300X", "1", "exact"),
+        ("MI300X", "304", "exact"),
+        ("MI300X", "whole", "whole"),
+        ("MI210", "52", "exact"),
+        ("MI308X", "25%", "balanced"),
+        ("RX 9070 XT", "21", "exact"),
+        ("RX 7900 XTX", "96", "exact"),
+        ("Raphael", "whole", "whole"),
+    ],
+)
+def test_what_was_granted_once_can_be_taken_over_as_it_is(
+    layout_of: LayoutOf, make_inventory: MakeInventory, ask: Ask, model: str, compute: str, policy: str
+) -> None:
+    inventory = make_inventory(layout_of(model), layout_of(model))
+    request = ask("a", compute, policy, gpus=2)
+    plan = place(Book(), inventory, request)
+    assert take_over(Book(), inventory, request, {s.partition: s.cus for s in reversed(plan.shares)}) == plan
+
+
+def test_what_somebody_cannot_have_or_another_one_has_is_not_taken_over(
+    layout_of: LayoutOf, make_inventory: MakeInventory, ask: Ask, granted: Granted
+) -> None:
+    inventory = make_inventory(layout_of("MI300X"), layout_of("MI300X"))
+    first, second = (partition.id for partition in inventory.partitions)
+    book = granted(inventory, ask("b", "152", "exact", on=("0",)))
+    request = ask("a", "152", "exact")
+
+    def refused(request: Request, *places: tuple[PartitionId, CuSet | None]) -> str:
+        with pytest.raises(Conflict) as refusal:
+            take_over(book, inventory, request, dict(places))
+        return str(refusal.value)
+
+    half, other_half = sets_of(book, "b")[0], bits(152, 304)
+    assert take_over(book, inventory, request, {first: other_half}).shares[0].cus == other_half
+    assert take_over(book, inventory, request, {second: half}).shares[0].partition == second
+    assert "CUs with two owners" in refused(request, (first, half))
+    assert "151 CUs are not what 152 come to" in refused(request, (second, bits(0, 151)))
+    assert "unequal or no CUs on some XCC" in refused(request, (second, CuSet((*range(144), *range(144, 304, 20)))))
+    assert "a whole share beside another" in refused(ask("a", "whole", "whole"), (first, None))
+    assert "2 shares for 1 different GPUs" in refused(request, (first, other_half), (second, half))
+    assert "bits that address no CU" in refused(request, (second, bits(200, 352)))
+    assert "more VRAM promised than there is" in refused(replace(request, vram_bytes=192 * GIB), (first, other_half))
+    assert "on GPU-9/0, which is not here" in refused(request, (PartitionId("GPU-9/0"), half))
 
 
 def test_a_second_lease_gets_the_next_rows_here_and_the_first_rows_there(

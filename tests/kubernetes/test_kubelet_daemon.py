@@ -12,10 +12,13 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 
+from amdvgpud.core import wire
+from amdvgpud.ctl.client import Client
 from tests.daemons import a_daemon, wait_for_api
 from tests.kubernetes.conftest import kubelet_options
 from tests.serve.kube.kubelet import Kubelet
@@ -24,9 +27,9 @@ PROFILE = "amdvgpu.io/25c-4g"
 
 
 @contextlib.contextmanager
-def serving(folder: Path, kubelet: Kubelet) -> Iterator[subprocess.Popen[bytes]]:
+def serving(folder: Path, kubelet: Kubelet, **popen: Any) -> Iterator[subprocess.Popen[Any]]:
     profile = f"--kubelet-profiles={PROFILE.partition('/')[2]}=25%:4GiB"
-    with a_daemon(folder, "--simulate=rx9070xt", profile, *kubelet_options(kubelet, "profiles")) as process:
+    with a_daemon(folder, "--simulate=rx9070xt", profile, *kubelet_options(kubelet, "profiles"), **popen) as process:
         yield process
 
 
@@ -65,6 +68,26 @@ async def test_a_killed_daemon_comes_back_with_the_same_slices_and_the_same_answ
         assert (plugin.healthy, await plugin.allocate(["25c-4g-2"])) == (devices, [answer])
         assert not left.exists()
     assert kubelet.registrations == [PROFILE, PROFILE]
+
+
+async def test_a_daemon_whose_book_was_lost_takes_up_what_containers_have_before_anybody_can_ask(
+    folder: Path, kubelet: Kubelet
+) -> None:
+    ledger = folder / "run/slices/25c-4g-1/guest/ledger"
+    with serving(folder, kubelet) as process:
+        plugin = await kubelet.registered(PROFILE, within_s=30)
+        await plugin.allocate(["25c-4g-1"])
+        kubelet.pods = [("default", "p", "main", PROFILE, ["25c-4g-1"])]
+        before = ledger.stat().st_ino
+        process.kill()
+        await ended(process)
+        shutil.rmtree(folder / "state")
+        with serving(folder, kubelet, stderr=subprocess.PIPE, text=True) as process:
+            await asyncio.to_thread(wait_for_api, process)
+            client = Client(str(folder / "run/api.sock"))
+            found, _ = await asyncio.to_thread(client.get, "/v1/leases", wire.LeaseList)
+            assert [(each.slice, each.holder) for each in found.leases] == [("25c-4g-1", f"kubelet {PROFILE} 25c-4g-1")]
+            assert ledger.stat().st_ino == before
 
 
 async def test_slices_of_profiles_go_at_the_start_of_a_daemon_that_serves_no_kubelet(

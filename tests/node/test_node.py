@@ -24,6 +24,7 @@ from amdvgpud.core.model import (
     Slice,
     SliceName,
     Unusable,
+    Usage,
     slice_name,
 )
 from amdvgpud.node import Node
@@ -390,10 +391,50 @@ async def test_on_the_same_machine_a_scan_writes_only_what_is_missing(bench: Ben
 
 
 async def test_files_that_nobody_was_promised_are_removed_at_start(bench: Bench) -> None:
-    stray = replace(bench.node._placed(quarter(BOB), 0))
-    bench.files.written[BOB] = stray
+    await bench.node.put_slice(quarter())
+    bench.files.written[BOB] = replace(bench.node._placed(quarter(BOB), 0))
     await bench.restarted().start()
+    assert bench.files.names() == {ALICE}
+
+
+async def test_files_of_a_book_that_was_lost_stay_while_somebody_may_have_them(bench: Bench) -> None:
+    for name in (ALICE, BOB):
+        await bench.node.put_slice(quarter(name))
+    bench.files.run_a_process_in(BOB)
+    bench.journal.stored = Book()
+    await bench.restarted().start()
+    assert bench.files.names() == {ALICE, BOB}
+    await bench.node.set_cordoned(bench.sysfs.inventory.gpus[0].id, True)  # this Book is in use
+    await bench.node.rescan()
+    assert bench.files.names() == {BOB}
+    bench.files.usages[BOB] = Usage(BOB)
+    await bench.node.rescan()
     assert bench.files.names() == frozenset()
+
+
+async def test_what_a_holder_has_of_a_lost_book_is_taken_up_with_its_ledger_whatever_its_gpu_is_like(
+    bench: Bench,
+) -> None:
+    exact = Request(ALICE, Compute(ComputePolicy.EXACT, cu_count=76), GIB)
+    lease = await bench.node.grant_lease(Holder("a pod"), request=exact)
+    before = bench.node.view().book.slices[ALICE]
+    bench.files.run_a_process_in(ALICE)
+    bench.journal.stored = Book()
+    await bench.restarted().start()
+    gpu = bench.sysfs.inventory.gpus[0].id
+    await bench.node.set_health({gpu: Health(Condition.UNHEALTHY, "ras", "ras")})
+    places = {share.partition: share.cus for share in before.shares}
+    after = await bench.node.adopt(Holder("a pod"), request=exact, places=places)
+    assert bench.node.view().book.slices[ALICE].shares == before.shares
+    assert (after.holder, after.ephemeral, after.id != lease.id) == (lease.holder, True, True)
+    await bench.node.tick()
+    assert len(bench.node.view().usage[ALICE].processes) == 1
+    with pytest.raises(Conflict, match="exists already"):
+        await bench.node.adopt(Holder("another"), request=exact, places=places)
+    with pytest.raises(Conflict, match="CUs with two owners"):
+        await bench.node.adopt(Holder("another"), request=replace(exact, name=BOB), places=places)
+    with pytest.raises(Conflict, match=r"is held by lease .* \(a pod\)"):
+        await bench.node.adopt(Holder("another"), slice=ALICE)
 
 
 async def test_callers_of_rescan_share_one_scan(bench: Bench) -> None:

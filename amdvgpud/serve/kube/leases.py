@@ -13,6 +13,9 @@ Late is harmless: a kubelet that hands out again what has been in its list ends 
 lost its checkpoint hands out what a container still has: it lets that run and forgets its devices. So a device that
 somebody is in is never handed out again, whoever asks, and shown as unhealthy until he is gone. The kubelet asks once a
 container, before it is made, so he is never the one that it asks for.
+
+The other way round, what a container has by that list and nobody holds in this Book (it was lost, or is new) is taken
+up as it is: a device is a slice that is cut already, or a Partition, and no pod can write in that list.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from amdvgpud.core.errors import AmdvgpuError, Conflict, Lingering, NotFound
-from amdvgpud.core.model import Holder, Lease, LeaseId, Request, Slice, SliceName
+from amdvgpud.core.model import Holder, Lease, LeaseId, PartitionId, Request, Slice, SliceName
 from amdvgpud.node import Node, NodeView
 from amdvgpud.serve.kube.podresources import CheckpointEntry, PodResources, remembered
 from amdvgpud.serve.kube.resources import Grant, patiently
@@ -43,6 +46,9 @@ LOOKS: Final = 2
 
 Granting = Callable[[Sequence[Slice]], Grant]
 """What slices are for a container. May touch the disk, so it is called in a thread."""
+
+Meaning = Callable[[str], SliceName | Request]
+"""What a device is: a slice that is cut, or one to be made of a whole Partition. ``NotFound``: there is none."""
 
 _WORD: Final = "kubelet"
 
@@ -75,16 +81,20 @@ class KubeletLeases:
         plugins_dir: Path,
         *,
         find: Callable[[], Awaitable[None]] = _nothing_to_find,
+        meant: Callable[[], Mapping[str, Meaning]] = dict,
         now_s: Callable[[], float] = time.time,
         look_s: float = LOOK_S,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         """``plugins_dir``: the kubelet's directory of device plugins, which has the checkpoint too. ``find`` makes the
-        Node know the containers that have slices, also those that no hook tells of."""
+        Node know the containers that have slices, also those that no hook tells of. ``meant``: by resource, what a
+        device of it is."""
         self._node = node
         self._pod_resources = pod_resources
         self._plugins_dir = plugins_dir
         self._find = find
+        self._meant = meant
+        self._said: frozenset[tuple[str, str]] = frozenset()
         self._now_s = now_s
         self._look_s = look_s
         self._sleep = sleep
@@ -180,9 +190,42 @@ class KubeletLeases:
         while True:
             await self._sleep(self._look_s)
             try:
+                await self.adopt()
                 await self.look()
             except (AmdvgpuError, OSError) as error:
                 log.debug("Who has which devices is not known now, nothing is released: %s", error)
+
+    async def adopt(self) -> None:
+        """Take leases for what containers have and nobody holds. ``HostFailure`` where the kubelet does not answer.
+
+        What cannot be so (another promise was made of it meanwhile, its slice was not cut as it was) is said, and its
+        container keeps the limits that it has.
+        """
+        meant, failed = self._meant(), set()
+        for container in await self._pod_resources.list() if meant else ():
+            if (meaning := meant.get(container.resource)) is None:
+                continue
+            async with self._one_at_a_time[container.resource]:
+                for device in container.ids:
+                    where = container.resource, device
+                    if where in {device_of(lease.holder) for lease in self._node.view().book.leases.values()}:
+                        continue
+                    try:
+                        await self._adopt(where, meaning(device))
+                        log.info("%s has %s of before this Book, and keeps it.", container, device)
+                    except AmdvgpuError as error:
+                        failed.add(where)
+                        if where not in self._said:
+                            log.warning("%s has %s, and the Book cannot say so: %s", container, device, error)
+        self._said = frozenset(failed)
+
+    async def _adopt(self, where: tuple[str, str], what: SliceName | Request) -> None:
+        holder = holder_of(*where)
+        if isinstance(what, Request):
+            places = dict.fromkeys((PartitionId(place) for place in what.on), None)
+            await self._node.adopt(holder, request=what, places=places)
+        else:
+            await self._node.adopt(holder, slice=what)
 
     async def look(self) -> None:
         """One look; ends the leases that are over. ``HostFailure`` where the kubelet does not answer."""

@@ -57,10 +57,16 @@ class ProfileResource:
         return Device(item.name, healthy, None if partitions[0] is None else numa_node_of(partitions[0]))
 
     async def allocate(self, ids: Sequence[str]) -> Grant:
+        return await self._leases.grant(self.name, self._named(ids), self._granting)
+
+    def means(self, device: str) -> SliceName:
+        return self._named([device])[0][1]
+
+    def _named(self, ids: Sequence[str]) -> list[tuple[str, SliceName]]:
         there = {str(item.name): item for item in slices_of(self._profile, self._node.view())}
         if unknown := sorted(set(ids) - there.keys()):
             raise NotFound(f"{self.name} has no {', '.join(unknown)}; there are {', '.join(there) or 'none'}")
-        return await self._leases.grant(self.name, [(name, there[name].name) for name in ids], self._granting)
+        return [(name, there[name].name) for name in ids]
 
     async def again(self, ids: Sequence[str], pod_uid: str, container: str) -> Grant:
         """Also of a slice that its profile does not offer any more: it is kept for this container."""

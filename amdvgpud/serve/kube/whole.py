@@ -88,6 +88,9 @@ class WholeResource:
     async def again(self, ids: Sequence[str], pod_uid: str, container: str) -> Grant:
         return await self._leases.again(self.name, self._requests(ids), self._granting)
 
+    def means(self, device: str) -> Request:
+        return self._requests([device])[0][1]
+
     def _requests(self, ids: Sequence[str]) -> Sequence[tuple[str, Request]]:
         places = self._places(self._node.view())
         if unknown := sorted(set(ids) - places.keys()):

@@ -557,6 +557,61 @@ async def test_leases_of_others_are_no_business_of_the_kubelet(
     assert held(desk) == {"25c-48g-0": "kubelet"}
 
 
+# ------------------------------------------------------------------------------------------------- of before this Book
+
+
+async def test_what_containers_have_and_nobody_holds_is_taken_up(
+    desk: Desk, leases: KubeletLeases, said: Said, quarters: ProfileResource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two pods of a Book that was lost: one has a slice, which is cut again alike, the other a whole GPU."""
+    free = desk.sysfs.inventory.gpus[1].id
+    whole = WholeResource("amd.com/gpu", desk.node, leases, by_name, "single")
+    monkeypatch.setattr(leases, "_meant", lambda: {each.name: each.means for each in (quarters, whole)})
+    monkeypatch.setattr(desk.node._leftovers, "on", lambda *_: "the pod that has it")
+    await desk.node.set_health({free: Health(Condition.UNHEALTHY, "ras", "ras")})
+    said.containers = [
+        ContainerDevices("default", "p", "c", "amdvgpu.io/25c-48g", ("25c-48g-1",)),
+        ContainerDevices("default", "q", "c", "amd.com/gpu", (f"{free}-0",)),
+        ContainerDevices("default", "r", "c", "example.com/other", ("x",)),
+    ]
+    for _ in range(2):
+        await leases.adopt()
+        assert held(desk) == {
+            "25c-48g-1": "kubelet amdvgpu.io/25c-48g 25c-48g-1",
+            f"whole-{free.lower()}-0": f"kubelet amd.com/gpu {free}-0",
+        }
+    await looks(desk, leases, 1)
+    said.containers = []
+    await looks(desk, leases, 2)
+    assert held(desk) == {}
+    assert f"whole-{free.lower()}-0" not in desk.node.view().book.slices
+
+
+async def test_what_cannot_be_so_is_said_once_and_nobody_loses_what_he_has(
+    desk: Desk,
+    leases: KubeletLeases,
+    said: Said,
+    quarters: ProfileResource,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    taken = desk.sysfs.inventory.gpus[0].id
+    whole = WholeResource("amd.com/gpu", desk.node, leases, by_name, "single")
+    monkeypatch.setattr(leases, "_meant", lambda: {each.name: each.means for each in (quarters, whole)})
+    await desk.node.grant_lease(Holder("somebody"), slice=SliceName("25c-48g-0"))
+    said.containers = [
+        ContainerDevices("default", "p", "c", "amdvgpu.io/25c-48g", ("25c-48g-0", "25c-48g-7")),
+        ContainerDevices("default", "q", "c", "amd.com/gpu", (f"{taken}-0",)),
+    ]
+    for _ in range(2):
+        await leases.adopt()
+    assert held(desk) == {"25c-48g-0": "somebody"}
+    first, second, third = (r.getMessage() for r in caplog.records if r.levelname == "WARNING")
+    assert first.startswith("default/p (c) has 25c-48g-0, and the Book cannot say so: slice 25c-48g-0 is held by lease")
+    assert "has no 25c-48g-7" in second
+    assert "a whole share beside another" in third
+
+
 # --------------------------------------------------------------------------------------------------------- whole
 
 
