@@ -458,7 +458,8 @@ class HamiResource:
             done: list[SliceName] = []
             try:
                 if again is None:
-                    return await self._serve(cluster, pod, ids, done)
+                    grant = await self._serve(cluster, pod, ids, done)
+                    return replace(grant, undo=lambda: self._take_back(pod, done))
                 grant = await self._answer(pod, again)
                 await self._bound(cluster, pod)
                 return grant
@@ -466,6 +467,10 @@ class HamiResource:
                 if again is None or pod.status.phase == "Pending":
                     await self._fail(pod, done)
                 raise
+
+    async def _take_back(self, pod: Pod, done: Sequence[SliceName]) -> None:
+        async with self._turn:
+            await self._fail(pod, done)
 
     # ------------------------------------------------------------------------------------- which pod is meant
 

@@ -319,13 +319,12 @@ class _Session:
     async def _allocate(self, request: pb.AllocateRequest, context: Any) -> pb.AllocateResponse:
         began_s = time.perf_counter()
         result: Literal["ok", "refused", "failed"] = "failed"
-        ids: list[str] = []
+        containers = [list(asked.devices_ids) for asked in request.container_requests]
+        ids = [entry for asked in containers for entry in asked]
         try:
-            answer = pb.AllocateResponse()
-            for asked in request.container_requests:
-                ids = list(asked.devices_ids)
-                grant = await self._resource_of(self._name).allocate(ids)
-                answer.container_responses.append(answer_of(grant, self._settings.delivery.choice.way))
+            grants = await self._grants(containers)
+            way = self._settings.delivery.choice.way
+            answer = pb.AllocateResponse(container_responses=[answer_of(grant, way) for grant in grants])
             result = "ok"
             return answer
         except AmdvgpuError as error:
@@ -338,6 +337,18 @@ class _Session:
         finally:
             self._metrics.kubelet_allocation(result, time.perf_counter() - began_s)
         raise AssertionError("abort raises")
+
+    async def _grants(self, containers: Sequence[Sequence[str]]) -> Sequence[Grant]:
+        """One for each container, or none is given: the kubelet refuses a pod whole."""
+        grants = []
+        async with contextlib.AsyncExitStack() as undo:
+            for ids in containers:
+                grant = await self._resource_of(self._name).allocate(ids)
+                grants.append(grant)
+                if grant.undo is not None:
+                    undo.push_async_callback(grant.undo)
+            undo.pop_all()
+        return grants
 
     async def _pre_start(self, request: pb.PreStartContainerRequest, context: Any) -> pb.PreStartContainerResponse:
         """The kubelet starts a container: with what Allocate has told, which it never asks for again.

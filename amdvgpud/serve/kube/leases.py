@@ -25,6 +25,8 @@ import logging
 import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -154,11 +156,15 @@ class KubeletLeases:
                 if name in view.lost:
                     raise Conflict(f"slice {name} is lost: {view.lost[name]}")
                 items.append(view.book.slices[name])
-            return await asyncio.to_thread(granting, items)
+            grant = await asyncio.to_thread(granting, items)
         except BaseException:
-            for lease in new:
-                await self._end(lease, "the call that asked for it failed")
+            await self._give_back(new)
             raise
+        return replace(grant, undo=partial(self._give_back, new)) if new else grant
+
+    async def _give_back(self, leases: Sequence[Lease]) -> None:
+        for lease in leases:
+            await self._end(lease, "the call that asked for it failed")
 
     async def _refuse_if_occupied(self, lease: Lease) -> None:
         """``Conflict``, and the device is offered to nobody as long as somebody is in it.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, TypeVar
 
 from amdvgpud.core.errors import Lingering
@@ -57,6 +57,8 @@ class Grant:
     nodes: tuple[GrantNode, ...] = ()
     added_environment: tuple[tuple[str, str], ...] = ()
     added_mounts: tuple[GrantMount, ...] = ()
+    undo: Callable[[], Awaitable[None]] | None = field(default=None, compare=False, repr=False)
+    """Takes back what the call that made it has taken; None: it has taken nothing."""
 
     def __post_init__(self) -> None:
         paths = [m.container_path for m in (*self.mounts, *self.added_mounts)] + [n.container_path for n in self.nodes]
@@ -81,7 +83,7 @@ class Resource(Protocol):
     async def allocate(self, ids: Sequence[str]) -> Grant:
         """What the one container that the kubelet gives ``ids`` to gets. Asked again with the same ids, the same.
 
-        An ``AmdvgpuError`` fails this pod only, and its text is what ``kubectl describe pod`` shows.
+        An ``AmdvgpuError`` fails this pod only and has taken nothing; its text is what ``kubectl describe pod`` shows.
         """
         ...
 

@@ -15,11 +15,14 @@ import pytest
 from amdvgpud.core.delivery import Choice, Way
 from amdvgpud.core.errors import Conflict, NoRoom
 from amdvgpud.core.health import Condition, Health
-from amdvgpud.core.model import Partition
+from amdvgpud.core.model import Compute, Partition
+from amdvgpud.core.profiles import SliceProfile
 from amdvgpud.node import NodeView
 from amdvgpud.serve.kube.delivery import Delivery
 from amdvgpud.serve.kube.kubelet import DevicePlugin, KubeletSettings, outdated
+from amdvgpud.serve.kube.leases import KubeletLeases
 from amdvgpud.serve.kube.podresources import CHECKPOINT, PodResources
+from amdvgpud.serve.kube.profiles import ProfileResource, Profiles
 from amdvgpud.serve.kube.resources import Device, Grant, GrantMount, GrantNode, Resource, fit, numa_node_of
 from amdvgpud.serve.pb import deviceplugin_pb2 as pb
 from tests.serve.conftest import Desk
@@ -168,6 +171,24 @@ async def test_nothing_is_registered_until_the_hook_that_settings_need_is_known_
 def test_a_grant_that_brings_something_twice_cannot_be_held(grant: dict[str, tuple[object, ...]]) -> None:
     with pytest.raises(ValueError, match="twice"):
         Grant(**grant)  # type: ignore[arg-type]
+
+
+async def test_where_one_container_of_a_call_is_refused_what_the_others_got_is_taken_back(
+    desk: Desk, plugins_dir: Path
+) -> None:
+    """What they had before the call stays."""
+    profile = SliceProfile("25c-48g", Compute(percent=25), 48 << 30, 3)
+    await Profiles(desk.node, [profile]).cut()
+    leases = KubeletLeases(desk.node, PodResources(plugins_dir / "none"), plugins_dir)
+    resource = ProfileResource(profile, desk.node, leases, lambda items: Grant(tuple(item.name for item in items)))
+    async with a_kubelet(plugins_dir) as kubelet, running(a_plugin(desk, plugins_dir, resource)):
+        plugin = await kubelet.registered(resource.name)
+        await plugin.allocate(["25c-48g-0"])
+        with pytest.raises(grpc.aio.AioRpcError, match="has no 25c-48g-9"):
+            await plugin.allocate(["25c-48g-0"], ["25c-48g-1"], ["25c-48g-9"])
+        assert [lease.slice for lease in desk.node.view().book.leases.values()] == ["25c-48g-0"]
+        await plugin.allocate(["25c-48g-1"], ["25c-48g-2"])
+        assert len(desk.node.view().book.leases) == 3
 
 
 async def test_a_refusal_is_told_in_full_and_is_this_pods_only(desk: Desk, plugins_dir: Path) -> None:
