@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import time
 from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from typing import Any, Final
@@ -268,6 +269,73 @@ def test_a_pod_whose_init_container_alone_wants_a_gpu_is_served_without_a_lock(c
 
 
 @pytest.mark.usefixtures("served")
+@pytest.mark.parametrize("limits", [{"amd.com/gpu": 1}, share(66, 100_000)], ids=["whole", "two thirds"])
+def test_an_init_container_and_the_one_behind_it_have_the_same_gpu_in_turn(
+    cluster: Cluster, limits: Mapping[str, int]
+) -> None:
+    """For the scheduler such a pod is the larger of the two, so it fits a GPU that has no room for their sum."""
+    made = pod("turns", "kfdclient", "--count", "1", limits=limits)
+    made["metadata"]["annotations"] = {"amd.com/use-gpu-uuid": gpus(cluster)[0]}
+    made["spec"]["initContainers"] = [container("first", limits, "kfdclient", "--count", "1")]
+    cluster.api.create_pod(made)
+    assert ended(cluster, "turns") == "Succeeded", why(cluster, "turns")
+    assert answers(cluster.log_of("turns", "first"), "alloc", "result") == [("ok",)]
+    assert answers(cluster.log_of("turns"), "alloc", "result") == [("ok",)]
+    emptied(cluster, "turns")
+
+
+@pytest.mark.usefixtures("served")
+def test_what_an_init_container_had_is_given_to_the_next_pod_while_its_own_runs_on(cluster: Cluster) -> None:
+    gpu = gpus(cluster)[0]
+    made = staying("after", share(25, 16384), on=gpu)
+    made["spec"]["initContainers"] = [container("first", share(50, 90_000), "kfdclient", "--count", "1")]
+    cluster.api.create_pod(made)
+    running(cluster, "after")
+    has = cus_promised(cluster, "after")
+    # The scheduler counts the first as its main container only by now, and sends it here.
+    cluster.api.create_pod(staying("next", share(70, 150_000), on=gpu))
+    running(cluster, "after", "next")
+    assert [mask.bit_count() for mask in cus_told(cluster, "next").values()] == [208]
+    assert all_apart([cus_promised(cluster, "after"), cus_told(cluster, "next")])
+    assert cus_promised(cluster, "after").keys() == has.keys()
+    eventually("the annotation", lambda: cus_told(cluster, "after") == cus_promised(cluster, "after"))
+    emptied(cluster, "after", "next")
+
+
+@pytest.mark.usefixtures("served")
+def test_a_pod_that_has_the_lock_and_is_not_bound_yet_is_not_harmed_by_one_without_a_lock(cluster: Cluster) -> None:
+    gpu = hami.parse_registration(annotation(cluster, REGISTER) or "")[1]
+    text = f"{gpu['id']},{gpu['type']},16384,76:;"
+    waits = pod("waits", "true", limits=QUARTER)
+    waits["metadata"] |= {
+        "labels": {"hami.io/webhook": "ignore"},
+        "annotations": {
+            hami.WAITING: text, hami.ALLOCATED: text, hami.ASSIGNED_NODE: NODE, hami.BIND_PHASE: hami.ALLOCATING,
+            hami.BIND_TIME: "1",
+        },
+    }  # fmt: skip
+    waits["spec"]["schedulerName"] = "nobody"
+    cluster.api.create_pod(waits)
+    lock = f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())},default,waits"
+    cluster.api.patch(f"/api/v1/nodes/{NODE}", {"metadata": {"annotations": {LOCK: lock}}})
+    # Only its init container asks for a GPU: HAMi 2.10 takes no lock for it, and binds it now.
+    made = pod("passes", "true")
+    made["spec"]["initContainers"] = [container("first", QUARTER, "kfdclient", "--step", "8G")]
+    cluster.api.create_pod(made)
+    assert ended(cluster, "passes") == "Succeeded", why(cluster, "passes")
+    assert answers(cluster.log_of("passes", "first"), "alloc", "result") == [("ok",), ("ok",), ("ENOMEM",)]
+    assert annotation(cluster, LOCK) == lock
+    assert notes_of(cluster, "waits")[hami.BIND_PHASE] == hami.ALLOCATING
+    target = {"apiVersion": "v1", "kind": "Node", "name": NODE}
+    binding = {"apiVersion": "v1", "kind": "Binding", "metadata": {"name": "waits"}, "target": target}
+    cluster.api.call("POST", f"{PODS}/waits/binding", binding)
+    assert ended(cluster, "waits") == "Succeeded", why(cluster, "waits")
+    assert annotation(cluster, LOCK) is None
+    assert list(cus_told(cluster, "waits")) == [gpu["id"]]
+    emptied(cluster, "waits", "passes")
+
+
+@pytest.mark.usefixtures("served")
 def test_small_pods_that_took_more_than_was_counted_let_only_the_big_one_fail(cluster: Cluster) -> None:
     """Each of 1 % is 3 compute units for the scheduler and 8 here, so nine of them have 72 where it counts 27."""
     gpu = gpus(cluster)[0]
@@ -281,7 +349,8 @@ def test_small_pods_that_took_more_than_was_counted_let_only_the_big_one_fail(cl
     cluster.api.create_pod(staying("big", share(90, 65536), on=gpu))
     assert ended(cluster, "big") == "Failed"
     message = cluster.api.pod("big")["status"]["message"]
-    assert re.search(r"wanted 64 GiB and 273 CUs on one partition; the roomiest, \S+, has \S+ GiB and 232 CUs", message)
+    wanted = r"wanted 64 GiB and 273 CUs \(272 here, as many on each XCC\) on one partition"
+    assert re.search(wanted + r"; the roomiest, \S+, has \S+ GiB and 232 CUs", message)
     assert notes_of(cluster, "big")[hami.BIND_PHASE] == hami.FAILED
     eventually("no lock", lambda: annotation(cluster, LOCK) is None)
     removed(cluster, "big")
