@@ -16,6 +16,7 @@ from typing import Final
 
 from amdvgpud.core.model import (
     Book,
+    ComputePolicy,
     Gpu,
     GpuId,
     Inventory,
@@ -185,15 +186,19 @@ def compare(
 
     A process in two slices of one GPU: what their ledgers have is each one's own, what is more is the first one's.
     Above a ceiling the processes with most are not believed: who has taken what is the slice's own affair.
+
+    Whole Partitions are given as device nodes, without anything that names their slice. So a process that may open
+    nothing but those is its; where the machine has nothing but those, it cannot be told from one of the host's.
     """
     if picture.processes is None:
         return None
     by_gpu_id = {p.kfd_gpu_id: p for p in inventory.partitions}
     slots = {name: {(p.pid, p.start_ticks): p for p in of.processes} for name, of in usage.items()}
     members: dict[SliceName, list[_Member]] = {name: [] for name in book.slices}
+    whole = _whole_slices(book, inventory)
     strangers = []
     for process in picture.processes:
-        own = _slices_of(process, book, slots)
+        own = _slices_of(process, book, slots) or _whole_slice_of(process, whole)
         places = {share.partition for item, _ in own for share in item.shares}
         left = driver_bytes_of(process, inventory.gpus, places)
         rows = [(item, slot, _of_ledger(item, slot, by_gpu_id)) for item, slot in own]
@@ -230,6 +235,26 @@ def _slices_of(process: KernelProcess, book: Book, slots: _Slots) -> list[tuple[
         if item is not None and (slot is not None or name in process.belonging.slices):
             found.append((item, slot))
     return found
+
+
+def _whole_slices(book: Book, inventory: Inventory) -> list[tuple[Slice, frozenset[int]]]:
+    """Those that are whole Partitions and not all that the machine has, with the KFD gpu_ids of these."""
+    everything = frozenset(p.kfd_gpu_id for p in inventory.partitions)
+    found = []
+    for item in book.slices.values():
+        if item.request.compute.policy is ComputePolicy.WHOLE:
+            partitions = (inventory.partition(share.partition) for share in item.shares)
+            ids = frozenset(p.kfd_gpu_id for p in partitions if p is not None)
+            if ids < everything:
+                found.append((item, ids))
+    return found
+
+
+def _whole_slice_of(
+    process: KernelProcess, whole: Iterable[tuple[Slice, frozenset[int]]]
+) -> list[tuple[Slice, ProcessUsage | None]]:
+    opened = process.vram_bytes.keys()
+    return [(item, None) for item, ids in whole if opened and opened <= ids]
 
 
 def _of_ledger(item: Slice, slot: ProcessUsage | None, by_gpu_id: Mapping[int, Partition]) -> dict[PartitionId, int]:

@@ -161,6 +161,18 @@ def test_a_slice_that_has_all_of_its_partition_needs_no_gate_so_nothing_in_it_is
     assert (found.gpus[FIRST], found.unmanaged) == (GpuTruth(GIB, None, None), ())
 
 
+def test_a_process_that_may_open_nothing_but_a_whole_slices_gpus_is_in_that_slice() -> None:
+    """It has device nodes and nothing else: no mount, no ledger."""
+    whole = a_slice(A, FIRST, vram_bytes=MACHINE.partitions[0].vram_bytes, whole=True)
+    whole = replace(whole, request=replace(whole.request, compute=Compute(ComputePolicy.WHOLE)))
+    inside = replace(a_process(50, {1000: 5 * MIB}), cu_occupancy={1000: 12})
+    outside, elsewhere = a_process(51, {1000: 7 * MIB, 1001: 0}), a_process(52, {1001: 7 * MIB})
+    found = compared(a_book(whole, a_slice(B, SECOND)), {}, inside, outside, elsewhere)
+    assert found.slices[A].gpus[FIRST] == GpuTruth(5 * MIB, None, 12)
+    assert [p.pid for p in found.slices[A].processes] == [50]
+    assert (found.slices[A].unmanaged, [p.pid for p in found.strangers]) == ((), [51, 52])
+
+
 def test_a_slice_is_unlimited_only_with_all_cus_and_all_vram_of_a_partition_that_is_there() -> None:
     assert needs_gate(a_slice(A, FIRST, whole=True), MACHINE)
     assert needs_gate(a_slice(A, FIRST, vram_bytes=192 * GIB), MACHINE)
