@@ -286,7 +286,8 @@ class Settings:
         "kernel.sdma",
         False,
         _flag,
-        "Read the copy engines' activity too. Slow: the kernel reads the memory of each process for it.",
+        "Read each process's activity on the copy engines too, which GET /v1/slices/{name}/processes shows. Slow: the "
+        "kernel reads the memory of each process for it.",
     )
     watchdog_policy: str = _setting(
         "watchdog.policy",

@@ -65,6 +65,8 @@ class KernelProcess:
     """By KFD gpu_id: how long its queues were evicted, since it started."""
     sdma_us: Mapping[int, int] = field(default_factory=dict)
     """By KFD gpu_id, where it is asked for: activity of its copy engines since it started."""
+    cgroup: str | None = None
+    """In the v2 hierarchy, of a process that is in a slice; None where that cannot be told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,8 @@ class ProcessTruth:
     driver_bytes: Mapping[PartitionId, int]
     ledger_bytes: Mapping[PartitionId, int]
     """What of its slot is believed."""
+    sdma_us: Mapping[int, int] = field(default_factory=dict)
+    cgroup: str | None = None
 
     @property
     def untracked_bytes(self) -> int:
@@ -275,6 +279,8 @@ def _truth_of(
         tracked,
         driver,
         ledger,
+        process.sdma_us,
+        process.cgroup,
     )
 
 

@@ -431,6 +431,10 @@ class ProcessView(Struct, kw_only=True):
     host_pid: int | None = None
     command: str | None = None
     driver_bytes: dict[str, int] | None = None
+    sdma_us: Annotated[
+        dict[str, int] | None,
+        Meta(description="activity of its copy engines since it started, in µs; null: not read (kernel.sdma)"),
+    ] = None
     tracked: bool = True
 
 

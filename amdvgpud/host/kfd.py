@@ -26,7 +26,7 @@ from typing import Final
 from amdvgpud.core.caps import region_of
 from amdvgpud.core.model import Inventory
 from amdvgpud.core.truth import Belonging, KernelPicture, KernelProcess
-from amdvgpud.host.procs import SliceMounts, inner_pid, start_ticks
+from amdvgpud.host.procs import SliceMounts, cgroup_of, inner_pid, start_ticks
 
 _ROOM: Final = 4096
 _PROC: Final = ("sys/class/kfd/kfd/proc", "sys/devices/virtual/kfd/kfd/proc")
@@ -52,6 +52,7 @@ class _Known:
     pid_namespace: int
     command: str
     looks: int = 0
+    cgroup: str | None = None
 
     @property
     def due(self) -> bool:
@@ -180,6 +181,7 @@ class KernelFigures:
                 inner_pid=pid if known is None else known.inner_pid,
                 pid_namespace=0 if known is None else known.pid_namespace,
                 command="?" if known is None else known.command,
+                cgroup=None if known is None else known.cgroup,
                 belonging=belonging,
                 vram_bytes=figures.vram,
                 drm_bytes=drm,
@@ -224,11 +226,16 @@ class KernelFigures:
         else:
             looks = 0
         belonging = mounts.of(pid)
-        inner, namespace = self._identity(pid) if belonging != Belonging() else (pid, 0)
+        inner, namespace, cgroup = pid, 0, None
+        if belonging != Belonging():
+            inner, namespace = self._identity(pid)
+            cgroup = cgroup_of(pid, self._proc)
         command = "?"
         if (text := _text(self._proc / str(pid) / "comm").strip()).isprintable() and text:
             command = text
-        self._known[pid] = known = _Known(ticks, belonging, inodes_of(belonging), inner, namespace, command, looks)
+        self._known[pid] = known = _Known(
+            ticks, belonging, inodes_of(belonging), inner, namespace, command, looks, cgroup
+        )
         return known
 
     def _identity(self, pid: int) -> tuple[int, int]:

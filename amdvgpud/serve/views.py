@@ -255,14 +255,19 @@ def states(view: NodeView) -> Iterator[tuple[Slice, wire.SliceState, Lease | Non
             yield item, "free" if lease is None else "held", lease
 
 
-def enforced_by(item: Slice, inventory: Inventory, containers: Sequence[Container] = ()) -> str:
+def enforced_by(
+    item: Slice, inventory: Inventory, containers: Sequence[Container] = (), truth: Truth | None = None
+) -> str:
     """``none`` for a slice that has all of its Partitions and so nothing to hold; else by what its limits are held.
 
     Of several containers each is capped at the whole quota, so the kernel holds no sum: that is no cap of the slice.
+    Nor is one that a process of the slice is outside of, as ``truth`` shows.
     """
     if not needs_gate(item, inventory):
         return "none"
-    capped = len({c.cgroup for c in containers}) == 1 and all(c.cap == "" for c in containers)
+    tops = {capped_cgroup(c) if c.cap == "" else None for c in containers}
+    top = tops.pop() if len(tops) == 1 else None
+    capped = top is not None and all(f"{p.cgroup}/".startswith(f"{top}/") for p in (truth.processes if truth else ()))
     if containers and all(c.gate.fits is False for c in containers):
         return "dmem" if capped else "none"
     return "gate+dmem" if capped else "gate"
@@ -303,7 +308,7 @@ def _slice_view(
         name=item.name,
         state=state,
         lost_reason=lost,
-        enforced_by=enforced_by(item, view.inventory, containers),
+        enforced_by=enforced_by(item, view.inventory, containers, truth),
         gate_seen=bool(usage.processes) or any(gpu.allocations or gpu.peak_bytes for gpu in usage.gpus),
         owner_uid=item.owner_uid,
         profile=item.profile,
@@ -381,6 +386,10 @@ def process_list(view: NodeView, item: Slice, seen: GuardView) -> wire.ProcessLi
     usage = view.usage.get(item.name) or Usage(item.name)
     truth = _truth_of(seen, item)
     by_gpu_id = {p.kfd_gpu_id: p.id for p in view.inventory.partitions}
+
+    def by_partition(figures: Mapping[int, int]) -> dict[str, int]:
+        return {by_gpu_id[g]: n for g, n in sorted(figures.items()) if g in by_gpu_id}
+
     known = {(p.inner_pid, p.start_ticks): p for p in truth.processes if p.tracked} if truth else {}
     rows = []
     for slot in usage.processes:
@@ -389,10 +398,11 @@ def process_list(view: NodeView, item: Slice, seen: GuardView) -> wire.ProcessLi
             wire.ProcessView(
                 pid=slot.pid,
                 pid_namespace=slot.pid_namespace,
-                used_bytes={by_gpu_id[g]: b for g, b in sorted(slot.used_bytes.items()) if g in by_gpu_id},
+                used_bytes=by_partition(slot.used_bytes),
                 host_pid=kernel.pid if kernel else None,
                 command=kernel.command if kernel else None,
                 driver_bytes=_by_text(kernel.driver_bytes) if kernel else None,
+                sdma_us=by_partition(kernel.sdma_us) or None if kernel else None,
             )
         )
     rows += [
@@ -403,6 +413,7 @@ def process_list(view: NodeView, item: Slice, seen: GuardView) -> wire.ProcessLi
             host_pid=process.pid,
             command=process.command,
             driver_bytes=_by_text(process.driver_bytes),
+            sdma_us=by_partition(process.sdma_us) or None,
             tracked=False,
         )
         for process in (truth.processes if truth else ())

@@ -102,11 +102,12 @@ def test_contexts_of_a_process_are_summed_and_only_a_slice_s_process_is_asked_fo
     for pid, inside in ((50, True), (60, False)):
         machine.run(pid, inside=inside)
         machine.open_kfd(pid, files)
+        (machine.root / f"proc/{pid}/cgroup").write_text("1:pids:/elsewhere\n0::/docker/0123\n")
     vram = {1000: 5 * MIB, 1001: MIB}
     assert machine.figures().read(Inventory()) == KernelPicture(
         5.0,
         (
-            KernelProcess(50, 77, 7, 0, "python3", ALICE, vram, {}, {1000: 12}, {1000: 12}),
+            KernelProcess(50, 77, 7, 0, "python3", ALICE, vram, {}, {1000: 12}, {1000: 12}, {}, "/docker/0123"),
             KernelProcess(60, 77, 60, 0, "python3", Belonging(), vram),
         ),
     )

@@ -189,6 +189,7 @@ async def test_usage_and_processes_are_those_of_the_ledger_now(desk: Any) -> Non
                 "host_pid": None,
                 "command": None,
                 "driver_bytes": None,
+                "sdma_us": None,
                 "tracked": True,
             }
         ],
@@ -204,7 +205,9 @@ async def test_what_the_kernel_says_stands_beside_what_the_ledger_says(desk: Any
     (slot,) = desk.node.view().usage["alice"].processes
     inside = Belonging((SliceName("alice"),))
     desk.kernel_says(
-        KernelProcess(900, slot.start_ticks, slot.pid, slot.pid_namespace, "python3", inside, {1000: 5600}),
+        KernelProcess(
+            900, slot.start_ticks, slot.pid, slot.pid_namespace, "python3", inside, {1000: 5600}, sdma_us={1000: 44}
+        ),
         KernelProcess(901, 77, 8, slot.pid_namespace, "miner", inside, {1000: 300}),
     )
     item = (await desk.ask("GET", "/v1/slices/alice")).json
@@ -221,6 +224,7 @@ async def test_what_the_kernel_says_stands_beside_what_the_ledger_says(desk: Any
             "host_pid": 900,
             "command": "python3",
             "driver_bytes": {at: 5600},
+            "sdma_us": {at: 44},
             "tracked": True,
         },
         {
@@ -230,6 +234,7 @@ async def test_what_the_kernel_says_stands_beside_what_the_ledger_says(desk: Any
             "host_pid": 901,
             "command": "miner",
             "driver_bytes": {at: 300},
+            "sdma_us": None,
             "tracked": False,
         },
     ]
