@@ -29,7 +29,8 @@ from amdvgpud.node import Node, NodeView
 log = logging.getLogger(__name__)
 
 COST: Final = 0.01
-"""The part of one core that looking may take at most: after a look that took long, the next one waits longer."""
+"""The part of one core that looking may take at most: after a look that took long, the next one waits longer. What
+reading the ledgers takes is not counted: their number is bounded, and the number of processes is not."""
 
 _SIGNALS: Final = {Step.TERMINATE: signal.SIGTERM, Step.KILL: signal.SIGKILL}
 
@@ -155,10 +156,11 @@ class Guard:
     async def _sample(self) -> None:
         before = await self._node.refresh_usage()
         cgroups = {cgroup for of in before.containers.values() for c in of if (cgroup := capped_cgroup(c)) is not None}
-        picture, duration_s, self._cost_s = await asyncio.to_thread(self._look, before.inventory, cgroups)
+        picture, duration_s, cost_s = await asyncio.to_thread(self._look, before.inventory, cgroups)
         # A process takes and gives back all the time. Its gate charges before the driver serves and withdraws after it
         # has freed, so of two readings around the kernel's the larger one is fair.
         after = await self._node.refresh_usage()
+        began_s = time.thread_time()
         usage = {name: _larger(before.usage.get(name), of) for name, of in after.usage.items()}
         ceilings = self._ceilings(after, before.usage)
         comparison = compare(after.book, before.inventory, usage, picture, ceilings)
@@ -167,10 +169,12 @@ class Guard:
         if comparison is not None:
             self._count_evictions(after.book.slices, before.inventory, picture, comparison)
         findings, signals = dict(self._view.findings), dict(self._view.signals)
+        due: tuple[Suspicion, ...] = ()
         if comparison is not None:
             self._suspicions, due = judge(self._rules(), comparison, self._suspicions, self._monotonic_s())
-            for suspicion in due:
-                await self._act(suspicion, findings, signals)
+        self._cost_s = cost_s + time.thread_time() - began_s
+        for suspicion in due:
+            await self._act(suspicion, findings, signals)
         standing = tuple(self._suspicions.values())
         self._view = GuardView(
             picture,

@@ -42,8 +42,6 @@ from amdvgpud.core.model import (
 )
 from amdvgpud.core.plan import place
 from amdvgpud.host.health import SysfsHealth
-from amdvgpud.host.kfd import KernelFigures
-from amdvgpud.host.procs import SliceMounts
 from amdvgpud.host.sysfs import SysfsReader
 from amdvgpud.sim.models import parse_simulation
 from amdvgpud.sim.tree import build_tree
@@ -298,97 +296,14 @@ def show(name: str, entry: dict[str, Any]) -> None:
     print(f"{verdict} {name:57} {entry['median']:9.3f} {entry['unit']} (limit {entry['limit']:g})", flush=True)
 
 
-GPU_IDS = range(1000, 1008)
-DRM_FD, FDS = 30, 40
-STAT = " ".join(str(field) for field in range(4, 22))
-FDINFO = """pos:\t0
-flags:\t02100002
-mnt_id:\t30
-ino:\t700
-drm-driver:\tamdgpu
-drm-client-id:\t{client}
-drm-pdev:\t0000:{bus:02x}:00.0
-pasid:\t32771
-drm-total-vram:\t1048576 KiB
-drm-shared-vram:\t0
-drm-resident-vram:\t1048576 KiB
-drm-total-gtt:\t2048 KiB
-drm-engine-gfx:\t0 ns
-drm-engine-compute:\t0 ns
-"""
-
-
-class MadeMachine:
-    """8 GPUs and 500 processes that use them: 400 in slices, each with one GPU, as a container sees it, and 100 of the
-    host, with all 8 open. Beside them 1000 that use none. Files on a tmpfs stand for the kernel's: the system calls are
-    the same, what serves them is not.
-    """
-
-    def __init__(self) -> None:
-        self._root = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="amdvgpud-figures-"))
-        self._slices = self._root / "slices"
-        for index in range(64):
-            (self._slices / f"s{index}" / "guest").mkdir(parents=True)
-        at = SliceMounts.look(self._slices)
-        self._mounts = "".join(f"{i} 1 8:1 /m{i} /mnt/{i} rw - ext4 /dev/vda1 rw\n" for i in range(30))
-        self._guest = (
-            f"99 1 {at.file_system.decode()} {at.path.decode()}/s{{0}}/guest /run/amdvgpu/s{{0}} ro - tmpfs x\n"
-        )
-        for pid in range(1000, 1400):
-            self._process(pid, slice_index=pid % 64)
-            self._kfd(pid, [GPU_IDS[pid % 8]])
-        for pid in range(1400, 1500):
-            self._process(pid)
-            self._kfd(pid, GPU_IDS)
-        for pid in range(5000, 6000):
-            self._process(pid)
-        self._figures = KernelFigures(self._slices, root=self._root, proc=self._root / "proc", now_s=time.time)
-        for _ in range(3):  # each process is looked at more closely at first
-            self.look_ms()
-
-    def look_ms(self) -> float:
-        """Of one processor, for one look."""
-        began_s = time.thread_time()
-        picture = self._figures.read(Inventory())
-        took_s = time.thread_time() - began_s
-        assert len(picture.processes or ()) == 500
-        return took_s * 1000
-
-    def close(self) -> None:
-        shutil.rmtree(self._root)
-
-    def _process(self, pid: int, slice_index: int | None = None) -> None:
-        here = self._root / "proc" / str(pid)
-        (here / "fd").mkdir(parents=True)
-        (here / "fdinfo").mkdir()
-        (here / "stat").write_text(f"{pid} (python3) S {STAT} {pid} 23\n")
-        (here / "status").write_text(f"Name:\tpython3\nNSpid:\t{pid}\t7\n")
-        (here / "comm").write_text("python3\n")
-        (here / "environ").write_bytes(b"NAME=value\0" * 50)
-        inside = "" if slice_index is None else self._guest.format(slice_index)
-        (here / "mountinfo").write_text(self._mounts + inside)
-        for number in range(FDS):
-            target = "/dev/dri/renderD128" if number == DRM_FD else f"/usr/lib/lib{number}.so"
-            (here / "fd" / str(number)).symlink_to(target)
-        (here / "fdinfo" / str(DRM_FD)).write_text(FDINFO.format(client=pid, bus=pid % 8 + 1))
-
-    def _kfd(self, pid: int, gpu_ids: range | list[int]) -> None:
-        here = self._root / "sys/class/kfd/kfd/proc" / str(pid)
-        (here / "queues").mkdir(parents=True)
-        (here / "pasid").write_text("0\n")
-        for gpu_id in gpu_ids:
-            (here / f"vram_{gpu_id}").write_text("1073741824\n")
-            (here / f"sdma_{gpu_id}").write_text("0\n")
-            (here / f"counters_{gpu_id}").mkdir()
-            (here / f"stats_{gpu_id}").mkdir()
-            (here / f"stats_{gpu_id}" / "evicted_ms").write_text("0\n")
-            (here / f"stats_{gpu_id}" / "cu_occupancy").write_text("3\n")
-
-
 def main() -> int:
     if os.geteuid() != 0:
         print("make bench: run it as root; the slices' own tmpfs is part of what is measured", file=sys.stderr)
         return 2
+    sys.path.append(str(REPOSITORY))
+    from bench import gate, kubelet, pods
+    from bench.looks import MadeMachine
+
     busy, faults, made = BusyNode(), Faults(), MadeMachine()
     benchmarks = [
         Benchmark("cold start to ready, 8 GPUs in CPX", "s", 1.0, cold_start_s),
@@ -402,7 +317,7 @@ def main() -> int:
         Benchmark("a GPU that breaks without an event, pulse of 1 s", "s", 1.2, faults.without_event_s),
         Benchmark("resident memory, idle, 8 GPUs in CPX", "MiB", 70.0, idle_rss_mib),
         # At the default period (kernel.sample_s, 10 s) this is a hundredth of a core; a dearer look comes less often.
-        Benchmark("a look at the kernel's figures, 8 GPUs, 500 processes", "ms", 100.0, made.look_ms),
+        Benchmark("a look at the kernel's figures, 8 GPUs, 500 processes", "ms", 100.0, made.sample_ms),
     ]
     try:
         for _ in range(ROUNDS):
@@ -422,9 +337,6 @@ def main() -> int:
             "runs": [round(r, 3) for r in b.runs],
         }
         show(b.name, report[b.name])
-    sys.path.append(str(REPOSITORY))
-    from bench import gate, kubelet, pods
-
     for name, entry in chain(gate.figures(), kubelet.figures(), pods.figures()):
         report[name] = entry
         show(name, entry)
