@@ -236,6 +236,8 @@ class Inventory:
     generation_id: int = 0
     """The KFD topology's own counter at the time of the scan."""
     driver_version: str | None = None
+    driver_src_version: str | None = None
+    """The driver's sum of its own sources; only where it was built with one."""
     warnings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

@@ -342,6 +342,7 @@ class _Scan:
             unusable=tuple(sorted(self._unusable, key=lambda u: (u.pci_address or "~", u.name))),
             generation_id=generation,
             driver_version=_label(_read(f"{self._sys}/module/amdgpu/version")) or None,
+            driver_src_version=_label(_read(f"{self._sys}/module/amdgpu/srcversion")) or None,
             warnings=tuple(self._warnings),
         )
 

@@ -774,6 +774,7 @@ def _write_bmc(out: _Writer) -> None:
 def _write_driver(out: _Writer) -> None:
     out.folder("sys/bus/pci/drivers/amdgpu")
     out.file("sys/module/amdgpu/version", "6.12.12")
+    out.file("sys/module/amdgpu/srcversion", "0123456789ABCDEF0123456")
     out.file("sys/module/amdgpu/initstate", "live")
     out.folder("sys/class/hwmon")
 

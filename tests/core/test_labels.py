@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from amdvgpud.core.labels import KINDS, labels_of, stale
+from amdvgpud.core.labels import COUNTED, OF_NODE, labels_of, stale
 from amdvgpud.core.model import Inventory
 from amdvgpud.host.sysfs import SysfsReader
 from amdvgpud.sim.models import parse_simulation
@@ -45,7 +45,32 @@ def test_partitions_are_counted_as_the_kfd_counts_devices(tmp_path: Path) -> Non
     labels = labels_of(inventory_of("mi300x-cpx", tmp_path))
     assert labels["beta.amd.com/gpu.cu-count.38"] == "8"
     assert labels["amd.com/gpu.compute-memory-partition"] == "cpx_nps1"
-    assert labels["amd.com/gpu.compute-partitioning-supported"] == "true"
+
+
+@pytest.mark.parametrize(
+    ("simulation", "mode", "supported"),
+    [
+        ("2*mi300x,rx9070xt", "spx_nps1", "true"),
+        ("rx9070xt,2*mi300x-cpx", "cpx_nps1", "false"),
+        ("mi300x,mi300x-cpx", None, "true"),
+        ("rx9070xt", None, "false"),
+    ],
+)
+def test_what_holds_of_the_node_is_one_plain_label_each(
+    simulation: str, mode: str | None, supported: str, tmp_path: Path
+) -> None:
+    """Where GPUs differ too: a selector asks for just this key. What modes there are is the first GPU's word."""
+    labels = labels_of(inventory_of(simulation, tmp_path))
+    wanted = {
+        "amd.com/gpu.compute-memory-partition": mode,
+        "amd.com/gpu.compute-partitioning-supported": supported,
+        "amd.com/gpu.driver-src-version": "0123456789ABCDEF0123456",
+        "amd.com/gpu.driver-version": "6.12.12",
+        "amd.com/gpu.memory-partitioning-supported": supported,
+    }
+    assert {key: value for key, value in labels.items() if any(kind in key for kind in OF_NODE)} == {
+        key: value for key, value in wanted.items() if value is not None
+    }
 
 
 def test_without_a_gpu_there_is_no_label() -> None:
@@ -67,17 +92,22 @@ def test_what_is_no_longer_so_is_taken_away_and_others_labels_stay() -> None:
     there = {
         "amd.com/gpu.vram": "192G",
         "beta.amd.com/gpu.vram.192G": "1",
+        "beta.amd.com/gpu.compute-partitioning-supported.true": "2",
+        "amd.com/gpu.driver-version": "6.10.5",
         "amd.com/gpu.family": "AI",
+        "amd.com/gpu.vram-free": "somebody else's",
         "kubernetes.io/os": "linux",
     }
     assert stale(there, {"amd.com/gpu.vram": "16G"}) == {
         "amd.com/gpu.vram": "16G",
         "beta.amd.com/gpu.vram.192G": None,
+        "beta.amd.com/gpu.compute-partitioning-supported.true": None,
+        "amd.com/gpu.driver-version": None,
     }
     assert stale({"amd.com/gpu.vram": "16G"}, {"amd.com/gpu.vram": "16G"}) == {}
 
 
 def test_the_kinds_are_those_of_amds_labeller_that_need_no_open_gpu() -> None:
-    left_out = {"family", "firmware", "driver-src-version"}
-    assert not left_out & set(KINDS)
-    assert len(KINDS) == 12 - len(left_out)
+    left_out = {"family", "firmware"}
+    assert not left_out & {*COUNTED, *OF_NODE}
+    assert len(COUNTED) + len(OF_NODE) == 12 - len(left_out)

@@ -198,6 +198,7 @@ def test_one_gpu_with_all_its_files(machine: Machine) -> None:
     )
     machine.write(machine.topology / "generation_id", "17\n")
     machine.write("sys/module/amdgpu/version", "6.12.12\n")
+    machine.write("sys/module/amdgpu/srcversion", "533BB7E5866E52F63B9ACCB\n")
     gpu = GpuId("GPU-af54e92b0a5d57c8")
     partition = Partition(
         id=PartitionId(f"{gpu}/0"),
@@ -238,7 +239,9 @@ def test_one_gpu_with_all_its_files(machine: Machine) -> None:
             Profile(3, "CPX", 8, 1, ("NPS1", "NPS4")),
         ),
     )
-    assert machine.read() == Inventory((expected,), generation_id=17, driver_version="6.12.12")
+    assert machine.read() == Inventory(
+        (expected,), generation_id=17, driver_version="6.12.12", driver_src_version="533BB7E5866E52F63B9ACCB"
+    )
     reader = SysfsReader(machine.root)
     assert reader.vram_used_bytes("0001:83:00.0") == 298844160
     assert reader.vram_used_bytes("0000:83:00.0") is None
