@@ -98,6 +98,8 @@ class KernelFigures:
         self._own_pids = own_pids
         self._sdma = sdma
         self._known: dict[int, _Known] = {}
+        self._veiled = 0
+        """Processes of slices whose descriptors this look was not shown."""
         self._turn = threading.Lock()
 
     def read(self, inventory: Inventory, cgroups: Collection[str] = ()) -> KernelPicture:
@@ -108,6 +110,7 @@ class KernelFigures:
         with contextlib.suppress(OSError):  # the look is then at what was there before
             self._refresh()
         reasons = []
+        self._veiled = 0
         processes: tuple[KernelProcess, ...] | None = None
         if (reason := self._foreign()) is not None:
             reasons.append(reason)
@@ -119,6 +122,12 @@ class KernelFigures:
                 processes = tuple(sorted(self._processes(folder), key=lambda p: p.pid))
             finally:
                 os.close(folder)
+        if self._veiled:
+            reasons.append(
+                f"{self._veiled} processes of slices do not show this daemon what they have open, so VRAM that they "
+                "took through render nodes alone (Vulkan, OpenGL) is not seen: give it CAP_SYS_PTRACE (systemd: the "
+                "drop-in fdinfo.conf), or do without these figures"
+            )
         used = {gpu.id: n for gpu in inventory.gpus if (n := self._vram_used(gpu.pci_address)) is not None}
         regions = {region_of(gpu.pci_address): gpu.id for gpu in inventory.gpus}
         counted = {
@@ -302,6 +311,9 @@ class KernelFigures:
                 try:
                     if not os.readlink(f"fd/{number}", dir_fd=here).startswith("/dev/dri/"):
                         continue
+                except PermissionError:
+                    self._veiled += 1
+                    break
                 except OSError:
                     continue
                 client = _parse_fdinfo(_bytes(here, f"fdinfo/{number}"))

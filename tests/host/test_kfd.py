@@ -247,6 +247,27 @@ def test_files_that_vanish_while_they_are_read_are_no_error(machine: Machine) ->
         thread.join()
 
 
+def test_processes_that_do_not_show_what_they_have_open_are_counted_and_told_of(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As without CAP_SYS_PTRACE: /proc lists their descriptors, and says nothing of them."""
+    for pid in (50, 51, 60):
+        machine.run(pid, inside=pid != 60)
+        machine.open_kfd(pid, {"vram_1000": MIB})
+        machine.open_drm(pid, 3, fdinfo(pid, 1024))
+    assert machine.figures().read(Inventory()).reasons == ()
+    real = os.readlink
+
+    def denied(path: str | Path, *, dir_fd: int | None = None) -> str:
+        if str(path).startswith("fd/"):
+            raise PermissionError(13, "Permission denied")
+        return str(real(path, dir_fd=dir_fd))
+
+    monkeypatch.setattr(os, "readlink", denied)
+    (reason,) = machine.figures().read(Inventory()).reasons
+    assert reason.startswith("2 processes of slices do not show this daemon what they have open")
+
+
 def test_a_look_leaves_no_descriptor_open(machine: Machine) -> None:
     machine.run(50, inside=True)
     machine.open_kfd(50, {"vram_1000": MIB, "context_1/vram_1000": MIB})
