@@ -300,7 +300,7 @@ class Settings:
         "watchdog.allowance",
         "64MiB",
         _size,
-        "VRAM that a process may have beyond what its ledger slot says.",
+        "VRAM that a process may have beyond what its ledger slot says and what its queues need for saving waves.",
     )
     watchdog_after_s: float = _setting(
         "watchdog.after_s", 60, _seconds, "Seconds for which that has to last before anything is said or done."

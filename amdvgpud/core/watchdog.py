@@ -31,8 +31,8 @@ class Reason(StrEnum):
     UNMANAGED = "unmanaged"
     """VRAM, and no slot in the ledger: the gate is not loaded."""
     UNTRACKED = "untracked"
-    """More VRAM than its slot has (as far as all slots of the slice can be true together), by more than the allowance:
-    the gate is loaded, and something goes around it."""
+    """More VRAM than its slot has (as far as all slots of the slice can be true together), by more than the allowance
+    and what its queues may have: the gate is loaded, and something goes around it."""
 
 
 class Step(StrEnum):
@@ -47,8 +47,9 @@ class Step(StrEnum):
 class Rules:
     policy: Policy = Policy.OBSERVE
     allowance_bytes: int = 64 << 20
-    """Of one process on all its GPUs: what a runtime may have that its gate does not see. Guessed: over softkfd it is
-    nothing, and nobody has measured it on hardware."""
+    """Of one process on all its GPUs: what it may have that its gate does not see, beside what its queues need (which
+    is reckoned by the driver's source): page tables, for which the driver sets 8 MiB aside (AMDGPU_VM_RESERVED_VRAM),
+    and managed memory. Guessed: over softkfd it is nothing, and nobody has measured it on hardware."""
     after_s: float = 60.0
     grace_s: float = 10.0
     """Between the telling, SIGTERM and SIGKILL; as container runtimes have it."""
@@ -113,7 +114,7 @@ def _reason(rules: Rules, process: ProcessTruth) -> Reason | None:
     if not process.tracked:
         # Without a byte of VRAM it may be looking only: rocminfo opens the KFD too.
         return Reason.UNMANAGED if process.untracked_bytes else None
-    return Reason.UNTRACKED if process.untracked_bytes > rules.allowance_bytes else None
+    return Reason.UNTRACKED if process.untracked_bytes > rules.allowance_bytes + process.queue_bytes else None
 
 
 def _suspicion(truth: Truth, process: ProcessTruth, reason: Reason, now_s: float) -> Suspicion:

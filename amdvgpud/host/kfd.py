@@ -65,6 +65,7 @@ class _Figures:
     occupancy: dict[int, int] = field(default_factory=dict)
     evicted: dict[int, int] = field(default_factory=dict)
     sdma: dict[int, int] = field(default_factory=dict)
+    queues: int = 0
 
 
 class KernelFigures:
@@ -197,6 +198,7 @@ class KernelFigures:
                 cu_occupancy=figures.occupancy,
                 evicted_ms=figures.evicted,
                 sdma_us=figures.sdma,
+                queues=figures.queues,
             )
         self._known = {pid: known for pid, known in self._known.items() if pid in living}
 
@@ -273,6 +275,8 @@ class KernelFigures:
                 kind, _, tail = entry.partition("_")
                 if kind == "context":
                     self._add_context(here, entry, dear, found)
+                elif entry == "queues" and dear:
+                    found.queues += len(_listed(here, entry))
                 elif not (tail.isascii() and tail.isdecimal()):
                     continue
                 elif kind == "vram":

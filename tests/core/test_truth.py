@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,6 +14,7 @@ from amdvgpud.core.model import (
     Book,
     Compute,
     ComputePolicy,
+    CuLayout,
     CuSet,
     Inventory,
     PartitionId,
@@ -24,6 +26,7 @@ from amdvgpud.core.model import (
     Usage,
 )
 from amdvgpud.core.truth import (
+    MAX_EXCUSED_QUEUES,
     Belonging,
     Comparison,
     GpuTruth,
@@ -32,6 +35,7 @@ from amdvgpud.core.truth import (
     ProcessTruth,
     Truth,
     compare,
+    context_save_bytes,
     driver_bytes_of,
     needs_gate,
 )
@@ -88,6 +92,32 @@ def test_what_the_ledger_has_is_tracked_and_the_rest_is_not() -> None:
             )
         }
     )
+
+
+@pytest.mark.parametrize(
+    ("gfx_target", "cus", "xccs", "driver_bytes"),
+    [  # what the driver's own function gives, reckoned by hand
+        ("gfx906", 60, 1, 20_986_880),
+        ("gfx942", 304, 8, 186_019_840),
+        ("gfx950", 256, 8, 181_829_632),
+        ("gfx1030", 80, 1, 27_963_392),
+        ("gfx1100", 96, 1, 46_145_536),
+    ],
+)
+def test_what_a_queue_needs_is_what_the_driver_reckons_or_a_little_more(
+    gfx_target: str, cus: int, xccs: int, driver_bytes: int
+) -> None:
+    layout = CuLayout(xccs, 1, 1, (cus // xccs,) * xccs, wgp=False, harvest_known=True)
+    reckoned = context_save_bytes(replace(MACHINE.partitions[0], gfx_target=gfx_target, layout=layout))
+    assert driver_bytes <= reckoned <= driver_bytes * 1.002
+
+
+def test_each_queue_excuses_what_it_needs_up_to_a_bound() -> None:
+    one = context_save_bytes(MACHINE.partitions[0])
+    for queues, excused in ((0, 0), (3, 3), (500, MAX_EXCUSED_QUEUES)):
+        process = replace(a_process(50, {1000: 5 * MIB}, A), queues=queues)
+        found = compared(a_book(a_slice(A, FIRST)), a_ledger(A, (50, {1000: MIB})), process)
+        assert [p.queue_bytes for p in found.slices[A].processes] == [excused * one]
 
 
 def test_a_ledger_is_believed_up_to_what_can_be_true_and_who_has_most_is_not() -> None:

@@ -13,10 +13,12 @@ AT = PartitionId("GPU-0/0")
 RULES = Rules(Policy.KILL, allowance_bytes=10, after_s=60, grace_s=10)
 
 
-def a_look(driver: int, ledger: int | None, *, gated: bool = True, pid: int = 50, start_ticks: int = 77) -> Comparison:
-    """One process of slice ``a``; ``ledger`` None: it has no slot."""
+def a_look(
+    driver: int, ledger: int | None, *, gated: bool = True, pid: int = 50, start_ticks: int = 77, queues: int = 0
+) -> Comparison:
+    """One process of slice ``a``; ``ledger`` None: it has no slot. ``queues``: bytes that its queues excuse."""
     known = {} if ledger is None else {AT: ledger}
-    process = ProcessTruth(pid, start_ticks, 7, 900, "python3", ledger is not None, {AT: driver}, known)
+    process = ProcessTruth(pid, start_ticks, 7, 900, "python3", ledger is not None, {AT: driver}, known, queue_bytes=queues)
     return Comparison({A: Truth(A, {AT: GpuTruth(driver, 0, None)}, (process,), gated)})
 
 
@@ -66,6 +68,12 @@ def test_what_counts_is_vram_beyond_what_the_ledger_and_the_allowance_have(
     suspicions, due = judge(RULES, a_look(driver, ledger), {}, 5.0)
     assert [s.reason for s in suspicions.values()] == ([] if reason is None else [reason])
     assert due == ()
+
+
+def test_what_its_queues_need_is_no_sign_of_anything() -> None:
+    assert judge(RULES, a_look(4000, 100, queues=3890), {}, 5.0)[0] == {}
+    assert [s.reason for s in judge(RULES, a_look(4001, 100, queues=3890), {}, 5.0)[0].values()] == [Reason.UNTRACKED]
+    assert judge(RULES, a_look(100, None, queues=3890), {}, 5.0)[0], "without a gate there is nothing to excuse"
 
 
 def test_one_look_in_which_all_is_well_starts_the_time_anew() -> None:

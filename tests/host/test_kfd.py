@@ -95,6 +95,8 @@ def test_contexts_of_a_process_are_summed_and_only_a_slice_s_process_is_asked_fo
         "stats_1000/evicted_ms": 5,
         "stats_1000/cu_occupancy": 12,
         "queues/1/size": 4096,
+        "queues/2/size": 4096,
+        "context_1/queues/1/size": 4096,
         "context_1/vram_1000": 2 * MIB,
         "context_1/stats_1000/evicted_ms": 7,
         "context_1/context_2/vram_1001": MIB,
@@ -107,7 +109,7 @@ def test_contexts_of_a_process_are_summed_and_only_a_slice_s_process_is_asked_fo
     assert machine.figures().read(Inventory()) == KernelPicture(
         5.0,
         (
-            KernelProcess(50, 77, 7, 0, "python3", ALICE, vram, {}, {1000: 12}, {1000: 12}, {}, "/docker/0123"),
+            KernelProcess(50, 77, 7, 0, "python3", ALICE, vram, {}, {1000: 12}, {1000: 12}, {}, "/docker/0123", 3),
             KernelProcess(60, 77, 60, 0, "python3", Belonging(), vram),
         ),
     )
