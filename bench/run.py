@@ -284,6 +284,12 @@ class Faults:
         self._seen = json.loads(done.stdout)
         return self._seen["wedged_s"]
 
+    def scans(self) -> float:
+        command = ["unshare", "--net", "--mount", sys.executable, "-m", "tests.health_corner", "scans"]
+        done = subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True)
+        seen: dict[str, float] = json.loads(done.stdout)
+        return seen["scans"]
+
     def unplugged_s(self) -> float:
         return self._seen["unplugged_s"]
 
@@ -315,6 +321,7 @@ def main() -> int:
         Benchmark("a GPU that its driver gives up, from the uevent", "s", 1.0, faults.wedged_s),
         Benchmark("a GPU that is unplugged, from the uevent", "s", 1.0, faults.unplugged_s),
         Benchmark("a GPU that breaks without an event, pulse of 1 s", "s", 1.2, faults.without_event_s),
+        Benchmark("scans for 1000 uevents, one each 0.9 ms", "", 1.0, faults.scans),
         Benchmark("resident memory, idle, 8 GPUs in CPX", "MiB", 70.0, idle_rss_mib),
         # At the default period (kernel.sample_s, 10 s) this is a hundredth of a core; a dearer look comes less often.
         Benchmark("a look at the kernel's figures, 8 GPUs, 500 processes", "ms", 100.0, made.sample_ms),

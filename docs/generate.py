@@ -10,6 +10,7 @@ author's. tests/docs compares, so a setting, a metric, a route or an option cann
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import runpy
@@ -311,7 +312,79 @@ def _metrics_man(metrics: Iterable[Metric]) -> str:
     return text
 
 
+FIGURES: Final[Sequence[tuple[str, str, str]]] = (
+    (
+        "watchdog.allowance",
+        "VRAM of a process that its ledger does not have, beside what its queues need",
+        "guess; the driver sets 8 MiB aside for page tables (`AMDGPU_VM_RESERVED_VRAM`), managed memory has no bound",
+    ),
+    (
+        "amdvgpud.core.truth.MAX_EXCUSED_QUEUES",
+        "queues of a process whose need is not held against it",
+        "guess; HIP makes 4 for plain streams",
+    ),
+    ("watchdog.after_s", "how long it must last", "guess; six looks at the default `kernel.sample_s`"),
+    ("watchdog.grace_s", "from the telling to SIGTERM, and on to SIGKILL", "as docker and podman have it"),
+    (
+        "amdvgpud.core.leftovers.TOLERANCE_BYTES",
+        "by which VRAM that nobody accounts for may grow on a GPU that is handed on whole",
+        "guess",
+    ),
+    ("amdvgpud.core.leftovers.SETTLING_S", "after which it is taken for normal", "guess"),
+    ("amdvgpud.node.SETTLING_PAUSE_S", "between two looks at leftovers while a grant waits", "guess"),
+    (
+        "dmem.allowance",
+        "of the kernel's cap above the quotas",
+        "guess; **too little for several queues on an MI300X**, if areas for saving waves count there too (not seen)",
+    ),
+    (
+        "kernel.sample_s",
+        "between two looks at the kernel's figures",
+        "a look at 8 GPUs and 500 processes is a hundredth of a core then (bench)",
+    ),
+    ("amdvgpud.guard.COST", "of one core that these looks may take at most", "the same bound, for any machine"),
+    ("health.pulse_s", "between two looks at each GPU", "choice; a look at eight GPUs in CPX takes 6 ms"),
+    ("health.good_looks", "good looks in a row before a GPU is well again", "guess"),
+    (
+        "health.unknown_grace_s",
+        "for which a GPU that answers as in a reset is not called unhealthy",
+        "guess; twice the longest reset heard of",
+    ),
+    ("health.correctable_per_hour", "correctable errors that are worth a look", "guess; vendors publish none"),
+    ("health.record_age_s", "for which an error counts", "choice"),
+    ("amdvgpud.host.health.LOOK_S", "after which a driver that does not answer hangs", "guess"),
+    ("amdvgpud.host.udev.QUIET_S", "without an event that ends a storm of them", "guess"),
+    ("amdvgpud.host.udev.LONGEST_STORM_S", "for which a storm can hold a scan back", "guess"),
+    (
+        "amdvgpud.containers.LOOK_INTO_IMAGE_S",
+        "for a look into an image that decides nothing",
+        "so that the hook is done within its 100 ms",
+    ),
+    ("amdvgpud.containers.LOOK_BEFORE_REFUSING_S", "for one that a policy hangs on", "guess"),
+    (
+        "amdvgpud.assembly.WAIT_FOR_POLICY_MS",
+        "for which a start waits for that policy's word",
+        "above the line before, below the next",
+    ),
+    ("amdvgpud.host.cdi.HOOK_TIMEOUT_S", "after which the runtime ends the hook", "guess"),
+)
+"""(setting or constant, what it is, what it is grounded on): figures that decide something and are no promise."""
+
+
+def figures_md() -> str:
+    def value(name: str) -> object:
+        if name in SETTINGS:
+            return SETTINGS[name].default
+        module, _, constant = name.rpartition(".")
+        number = getattr(importlib.import_module(module), constant)
+        return f"{number >> 20}MiB" if constant.endswith("_BYTES") else number
+
+    rows = ((_code(name.removeprefix("amdvgpud.")), f"{value(name)}", what, why) for name, what, why in FIGURES)
+    return _table(("name", "value", "is", "rests on"), rows)
+
+
 PARTS: Final[Mapping[str, Callable[[], str]]] = {
+    "figures": figures_md,
     "settings": settings_md,
     "settings-forms": forms_md,
     "settings-names": names_md,

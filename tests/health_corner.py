@@ -1,5 +1,6 @@
 """Runs in network and mount namespaces of its own, and prints JSON: a daemon, faults, and how long each takes to show;
-or (``storm``) what it makes of a machine that changes under it, and what a fresh start makes of that.
+or (``storm``) what it makes of a machine that changes under it, and what a fresh start makes of that; or (``scans``)
+how often it scans for a thousand events.
 
 Used by tests/test_health_daemon.py and by bench/run.py.
 """
@@ -18,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from amdvgpud.host.udev import QUIET_S
 from amdvgpud.sim.driver import SimulatedDriver
 from amdvgpud.sim.models import parse_simulation
 from amdvgpud.sim.tree import build_tree
@@ -26,6 +28,7 @@ from tests.uevents import seem_to_have_udevd, send_uevent
 
 NODE = "3*rx7900xtx"
 PULSE_S = 1.0
+SCANS = "amdvgpu_reconcile_duration_seconds_count"
 
 
 STORMY_NODE = "3*mi300x"
@@ -104,6 +107,24 @@ class Corner:
         seen["unplugged_s"] = self.until(lambda: len(self.get("/v1/gpus")["gpus"]) == 2)
         return seen
 
+    def scans(self) -> dict[str, float]:
+        """A thousand events over nine tenths of a second, and the scans that follow."""
+        gpu = self.gpus[0]
+        heard, before = self.count("amdvgpu_uevents_total"), self.count(SCANS)
+        began_s = time.perf_counter()
+        for number in range(1000):
+            time.sleep(max(0.0, began_s + number * 0.0009 - time.perf_counter()))
+            send_uevent("change", self.path(gpu))
+        sent_s = time.perf_counter() - began_s
+        self.until(lambda: self.count("amdvgpu_uevents_total") - heard >= 1000 and self.count(SCANS) > before)
+        time.sleep(2 * QUIET_S)  # one more would come after that
+        return {"sent_s": sent_s, "scans": self.count(SCANS) - before}
+
+    def count(self, name: str) -> float:
+        """Sum of the series ``name``."""
+        lines = self.get("/metrics").splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.split("{")[0].split(" ")[0] == name)
+
     def storm(self) -> None:
         """The machine changes, and tells of it in more events than anybody can read."""
         goes, is_cut, returns = self.gpus
@@ -146,6 +167,15 @@ def measure(folder: Path) -> dict[str, float]:
         return seen
 
 
+def scans(folder: Path) -> dict[str, float]:
+    with a_daemon(folder, f"--simulate={NODE}", *OPTIONS) as daemon:
+        corner = Corner(folder)
+        corner.until(lambda: all(corner.shows(gpu, "healthy") for gpu in corner.gpus))
+        seen = corner.scans()
+        end(daemon)
+        return seen
+
+
 def storm(folder: Path) -> list[dict[str, Any]]:
     """What the daemon shows of a machine that was there before it, and what the next one shows."""
     states = []
@@ -169,7 +199,8 @@ def end(daemon: subprocess.Popen[Any]) -> None:
 def main() -> None:
     seem_to_have_udevd()
     with tempfile.TemporaryDirectory(dir="/run") as name:
-        print(json.dumps((storm if "storm" in sys.argv else measure)(Path(name))))
+        wanted = {"storm": storm, "scans": scans}.get(sys.argv[-1], measure)
+        print(json.dumps(wanted(Path(name))))
 
 
 if __name__ == "__main__":

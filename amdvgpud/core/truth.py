@@ -124,9 +124,9 @@ def context_save_bytes(partition: Partition) -> int:
     when another queue gets its turn. The runtime asks for the area as a range of SVM that prefers the GPU, so no gate
     sees it come, and newer kernels count it as the process's (``kfd_svm.c``).
 
-    By ``kfd_queue_ctx_save_restore_size`` of ``kfd_queue.c`` (Linux 6.18), never less: of each CU its vector and scalar
-    registers, LDS and hardware registers; of each wave, of which there are at most 40, 12 bytes of control stack and 32
-    for debuggers; whole pages for each XCC. 178 MiB on an MI300X, 44 MiB on an RX 7900 XTX.
+    By ``kfd_queue_ctx_save_restore_size`` of ``kfd_queue.c`` (Linux 6.12 and later), never less: of each CU its vector
+    and scalar registers, LDS and hardware registers; of each wave, of which there are at most 40, 12 bytes of control
+    stack and 32 for debuggers; whole pages for each XCC. 178 MiB on an MI300X, 44 MiB on an RX 7900 XTX.
     """
     vector_kib = 512 if partition.gfx_target in _WIDE else 384 if partition.gfx_target in _WIDER else 256
     lds_kib = 160 if partition.gfx_target == "gfx950" else 64
