@@ -18,7 +18,9 @@ def a_look(
 ) -> Comparison:
     """One process of slice ``a``; ``ledger`` None: it has no slot. ``queues``: bytes that its queues excuse."""
     known = {} if ledger is None else {AT: ledger}
-    process = ProcessTruth(pid, start_ticks, 7, 900, "python3", ledger is not None, {AT: driver}, known, queue_bytes=queues)
+    process = ProcessTruth(
+        pid, start_ticks, 7, 900, "python3", ledger is not None, {AT: driver}, known, queue_bytes=queues
+    )
     return Comparison({A: Truth(A, {AT: GpuTruth(driver, 0, None)}, (process,), gated)})
 
 
