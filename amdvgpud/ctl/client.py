@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import http.client
 import socket
+import time
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Final, TypeVar
+from typing import Final, NoReturn, TypeVar
 from urllib.parse import quote, urlencode
 
 import msgspec
@@ -20,6 +21,10 @@ from amdvgpud.core import wire
 DEFAULT_SOCKET: Final = "/run/amdvgpud/api.sock"
 _TIMEOUT_S: Final = 30.0
 """For one answer. A grant takes milliseconds; a daemon that rescans 64 partitions takes a second. Guessed, generous."""
+
+PATIENCE_S: Final = 10.0
+"""A driver clears up within seconds after the last user of a whole GPU; pods are given as long."""
+_AGAIN_S: Final = 0.5
 
 _T = TypeVar("_T")
 _JSON: Final = "application/json"
@@ -59,8 +64,10 @@ class _UnixConnection(http.client.HTTPConnection):
 class Client:
     """One daemon, by the path of its socket. Each call is a connection of its own: nothing to close, nothing stale."""
 
-    def __init__(self, socket_path: str = DEFAULT_SOCKET) -> None:
+    def __init__(self, socket_path: str = DEFAULT_SOCKET, *, patience_s: float = PATIENCE_S) -> None:
+        """``patience_s``: how long a change is tried again that the daemon holds back for the moment only."""
         self.socket_path = socket_path
+        self._patience_s = patience_s
 
     def get(self, path: str, shape: type[_T], **query: str) -> tuple[_T, bytes]:
         """(the answer as ``shape``, the answer as the bytes that came): ``-o json`` prints what the API said."""
@@ -107,15 +114,20 @@ class Client:
         query: Mapping[str, str],
         headers: Mapping[str, str] | None = None,
     ) -> bytes:
-        response = self._open(method, path, body, query, {"Accept": _JSON, **(headers or {})}, _TIMEOUT_S)
-        try:
-            with response:
-                content = response.read()
-        except (OSError, http.client.HTTPException) as e:
-            raise NotReachable(f"the daemon at {self.socket_path} broke off its answer: {e or type(e).__name__}") from e
-        if response.status >= 300:
-            self._raise(response.status, content)
-        return content
+        give_up_s = time.monotonic() + self._patience_s
+        while True:
+            response = self._open(method, path, body, query, {"Accept": _JSON, **(headers or {})}, _TIMEOUT_S)
+            try:
+                with response:
+                    content = response.read()
+            except (OSError, http.client.HTTPException) as e:
+                told = e or type(e).__name__
+                raise NotReachable(f"the daemon at {self.socket_path} broke off its answer: {told}") from e
+            if response.status < 300:
+                return content
+            if response.status != 409 or response.headers["Retry-After"] is None or time.monotonic() >= give_up_s:
+                self._raise(response.status, content)
+            time.sleep(_AGAIN_S)
 
     def _open(
         self,
@@ -162,7 +174,7 @@ class Client:
                 "are amdvgpuctl and amdvgpud of the same version?"
             ) from e
 
-    def _raise(self, status: int, content: bytes) -> None:
+    def _raise(self, status: int, content: bytes) -> NoReturn:
         try:
             problem = msgspec.json.decode(content, type=wire.Problem)
         except msgspec.DecodeError:
