@@ -40,9 +40,10 @@ HEARTBEAT_S: Final = 300.0
 """How old the time of a registration may get before it is written again although nothing else has changed."""
 LOCK_TRIES: Final = 5
 LOCK_PAUSE_S: Final = 0.1
-ROOM_LOOKS: Final = 25
+ROOM_LOOKS: Final = 10
 ROOM_PAUSE_S: Final = 0.2
-"""Between looks for what ended pods still hold; five seconds in all, in which the kubelet admits nothing. Guessed."""
+"""Between looks for what ended pods still hold: two seconds in all. Longer is of no use, for in this call the kubelet
+waits with all else, clearing up behind a pod included. Guessed."""
 GATE_IN_HAMI: Final = "/usr/local/vgpu/libamvgpu.so"
 """Where HAMi's documentation says that the library is."""
 
@@ -618,7 +619,7 @@ class HamiResource:
                 return
             except NoRoom:
                 # The scheduler gives away at once what an ended pod had; we wait a while. Now is the time to look. And
-                # the API lets a pod go a moment before the kubelet does: seen with 1.35, one pod in some hundreds.
+                # the watch may be a moment behind, and so is the kubelet of a pod that was deleted without a grace.
                 room = await self._pods.make_room()
                 if room == (0, 0) and self._node.view().book.revision == seen:
                     raise

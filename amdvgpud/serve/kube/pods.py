@@ -86,6 +86,9 @@ class PodWatch:
         self._said: set[str] = set()
         self._final: set[str] = set()
         """Uids that the API called over when it was asked, before the watch did. A pod that is over stays so."""
+        self._ended: set[str] = set()
+        """Uids of pods whose containers had ended when they were last seen: the kubelet has said so, and is not asked
+        when they have been deleted. It lets a pod go from the API no sooner, unless somebody deletes it by force."""
         self._changed = asyncio.Event()
         self.pods: dict[str, Pod] = {}
         self.listed = asyncio.Event()
@@ -101,6 +104,9 @@ class PodWatch:
 
     async def _follow(self) -> None:
         async for change in self._api.watch_pods(self._cluster_node):
+            self._ended |= {
+                pod.metadata.uid for pod in (change.pods if isinstance(change, Listed) else (change.pod,)) if pod.ended
+            }
             if isinstance(change, Listed):
                 self.pods = {pod.metadata.uid: pod for pod in change.pods}
                 self._final &= self.pods.keys()
@@ -131,6 +137,7 @@ class PodWatch:
         over = {uid for uid in self._slices() if _is_over(self.pods.get(uid))}
         self._over_since = {uid: self._over_since.get(uid, now_s) for uid in over}
         self._said &= over
+        self._ended &= self._slices().keys()
         due = [uid for uid in over if now_s - self._over_since[uid] >= grace_s]
         if not due and not self._past(self.pods):
             return 0
@@ -164,7 +171,7 @@ class PodWatch:
             [name for name in past if name not in usage or not usage[name].processes],
             "its init container has succeeded",
         )
-        deleted = [uid for uid in due if uid not in fresh]
+        deleted = [uid for uid in due if uid not in fresh and uid not in self._ended]
         held = await self._held() if self._held is not None and deleted else Held()
         # The kubelet knows pods by name, and a stateful one comes again under its own: then its word is about that one.
         again = {(pod.metadata.namespace, pod.metadata.name) for pod in fresh.values() if not pod.ended}

@@ -91,6 +91,27 @@ async def test_a_pod_that_the_api_called_over_is_so_whatever_an_older_watch_stil
     following.cancel()
 
 
+async def test_a_pod_that_had_ended_before_it_was_deleted_is_over_whatever_the_kubelet_still_lists(
+    stage: Stage,
+) -> None:
+    pod = await served(stage, "a")
+    stage.held = {("default", "a")}
+    end(stage, "Succeeded")
+    (ended,) = await stage.client.list_pods(HERE)
+    end(stage, "deleted")
+    told: asyncio.Queue[Changed] = asyncio.Queue()
+    stage.client.watch_pods = lambda node: queued(told)  # type: ignore[method-assign]
+    following = asyncio.create_task(stage.watch.run())
+    told.put_nowait(Changed(ended, deleted=False))
+    told.put_nowait(Changed(ended, deleted=True))
+    await told.join()
+    assert await stage.watch.make_room() == (1, 0)
+    assert slice_of(pod) not in stage.slices()
+    await stage.watch.release_ended(0)
+    assert stage.watch._ended == set()
+    following.cancel()
+
+
 async def queued(told: asyncio.Queue[Changed]) -> AsyncIterator[Changed]:
     while True:
         yield await told.get()
