@@ -24,7 +24,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final
 
-from tests.e2e.conftest import BIN, Corner
+from tests.e2e.conftest import BIN, Corner, Finished
 from tests.e2e.k8s.api import Api, eventually
 
 NODE: Final = "node-1"
@@ -41,13 +41,17 @@ _TUNABLES: Final = {"kernel/panic": 10, "kernel/panic_on_oops": 1, "vm/overcommi
 """Of the kernel, as a kubelet wants them: it would set them for the whole machine. There files say so already."""
 
 _END_CONTAINERS: Final = """
-for file in /sys/fs/cgroup/pids/k8s.io/*/cgroup.procs /sys/fs/cgroup/k8s.io/*/cgroup.procs; do
-  [ ! -e "$file" ] || xargs -r kill -KILL < "$file"
+for id; do
+  for file in /sys/fs/cgroup/pids/k8s.io/$id/cgroup.procs /sys/fs/cgroup/k8s.io/$id/cgroup.procs; do
+    [ ! -e "$file" ] || xargs -r kill -KILL < "$file"
+  done
 done
 sleep 0.2
-find /sys/fs/cgroup/k8s.io /sys/fs/cgroup/*/k8s.io -depth -type d -exec rmdir {} + 2>/dev/null
+for id; do find /sys/fs/cgroup/k8s.io/$id /sys/fs/cgroup/*/k8s.io/$id -depth -type d -exec rmdir {} + 2>/dev/null; done
+rmdir /sys/fs/cgroup/k8s.io /sys/fs/cgroup/*/k8s.io 2>/dev/null
 """
-"""Containers outlive the containerd that started them, and their cgroups the namespaces that they were in."""
+"""Containers outlive the containerd that started them, and their cgroups the namespaces that they were in. By their
+ids: beside them may be those of another cluster on the machine."""
 
 
 def free_ports(count: int) -> list[int]:
@@ -297,12 +301,11 @@ class Cluster:
             """
         )
         self.start("containerd", str(self.bin / "containerd"), f"--config={self.folder}/containerd.toml")
-        ctr = (str(self.bin / "ctr"), f"--address={CONTAINERD}", "--namespace=k8s.io")
-        self.ready("containerd", lambda: self.corner.run(*ctr, "version").code == 0)
+        self.ready("containerd", lambda: self.ctr("version").code == 0)
         for name, root in images.items():
             archive = self.folder / "image.tar"
             docker_archive(root, name, archive)
-            done = self.corner.run(*ctr, "images", "import", str(archive))
+            done = self.ctr("images", "import", str(archive))
             assert done.code == 0, done.output
             archive.unlink()
 
@@ -357,11 +360,15 @@ class Cluster:
             return ""
         return "".join(f"{line.split(' ', 3)[3]}\n" for line in path.read_text().splitlines())
 
+    def ctr(self, *argv: str) -> Finished:
+        return self.corner.run(str(self.bin / "ctr"), f"--address={CONTAINERD}", "--namespace=k8s.io", *argv)
+
     def end(self) -> None:
+        containers = self.ctr("containers", "list", "--quiet").output.split() if "containerd" in self.programs else []
         for program in reversed(self.programs.values()):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 program.end(signal.SIGKILL)
-        self.corner.run("sh", "-c", _END_CONTAINERS)
+        self.corner.run("sh", "-c", _END_CONTAINERS, "sh", *containers)
 
 
 def certificates(folder: Path) -> None:
@@ -409,7 +416,8 @@ def pod(name: str, *argv: str, limits: Mapping[str, str | int] | None = None, **
     usual = {
         "restartPolicy": "Never",
         "hostNetwork": True,
-        "terminationGracePeriodSeconds": 0,
+        # Not 0: such a pod would be gone from the API while it still runs.
+        "terminationGracePeriodSeconds": 1,
         "enableServiceLinks": False,
         "containers": [container],
     }

@@ -48,6 +48,13 @@ def served(
         yield running
 
 
+@pytest.fixture(autouse=True)
+def no_pods(cluster: Cluster) -> Iterator[None]:
+    """What a test that failed has left is no matter for the next one."""
+    yield
+    removed(cluster, *(each["metadata"]["name"] for each in cluster.api.get(PODS)["items"]))
+
+
 def annotation(cluster: Cluster, key: str) -> str | None:
     """Of the node."""
     value: str | None = cluster.api.node(NODE)["metadata"].get("annotations", {}).get(key)
