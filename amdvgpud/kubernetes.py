@@ -21,6 +21,7 @@ from amdvgpud.core.model import ComputePolicy, Inventory, Slice
 from amdvgpud.core.render import partition_device
 from amdvgpud.node import Node
 from amdvgpud.ports import CdiSpecs
+from amdvgpud.serve.kube.adoption import Adoption
 from amdvgpud.serve.kube.amounts import keep_amounts, remove_amounts, remove_or_say
 from amdvgpud.serve.kube.api import KubeApi, read_access
 from amdvgpud.serve.kube.delivery import Delivery
@@ -132,7 +133,8 @@ class Kubelet:
             )
             # A plugin of its own: the others must not wait for a cluster that may not be there.
             plugin = DevicePlugin(node, lambda: [side.resource], door, metrics, pod_resources, counted=counted)
-            self._hami = _Hami(api, side, watch, plugin, lambda: self._amounts(api, name, side))
+            adoption = Adoption(node, watch, side.offers, pod_resources.list)
+            self._hami = _Hami(api, side, watch, plugin, adoption, lambda: self._amounts(api, name, side))
 
     @property
     def slices(self) -> Granting:
@@ -202,9 +204,11 @@ class _Hami:
         side: HamiSide,
         watch: PodWatch,
         plugin: DevicePlugin,
+        adoption: Adoption,
         amounts: Callable[[], Coroutine[Any, Any, None]],
     ) -> None:
         self._api = api
+        self._adoption = adoption
         self._amounts = amounts
         self._side = side
         self._watch = watch
@@ -218,6 +222,8 @@ class _Hami:
                 await self._side.known.wait()
                 tasks.create_task(self._amounts(), name="amounts of the Node")
                 await self._watch.listed.wait()
+                await self._adoption.look()
+                tasks.create_task(self._adoption.run(), name="hami pods of before this Book")
                 tasks.create_task(self._plugin.run(), name="hami device plugin")
         finally:
             await self._api.close()

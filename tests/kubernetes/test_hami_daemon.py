@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +16,7 @@ from tests.daemons import PROGRAM, a_daemon, options_of
 from tests.kubernetes.conftest import ENVIRONMENT, kubelet_options
 from tests.serve.kube.fake_kubeapi import FakeKubeApi
 from tests.serve.kube.kubelet import Kubelet
-from tests.serve.kube.stage import HERE, bound_pod
+from tests.serve.kube.stage import HERE, a_container, bound_pod, slice_of
 
 
 def settings_of(folder: Path, kubelet: Kubelet) -> list[str]:
@@ -75,6 +77,31 @@ async def test_a_pod_of_the_scheduler_gets_its_share_also_after_a_kill_and_gives
     done = await asyncio.to_thread(subprocess.run, command, env=ENVIRONMENT, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "The GPUs of node n1 are withdrawn from HAMi's scheduler.\n")
     assert ["health" in gpu for gpu in registered(api)] == [False, False]
+
+
+async def test_a_pod_keeps_its_slice_when_the_book_was_lost(folder: Path, kubelet: Kubelet, api: FakeKubeApi) -> None:
+    with serving(folder, kubelet) as process:
+        plugin = await kubelet.registered(hami.COUNT_RESOURCE, within_s=30)
+        gpus = await until(lambda: registered(api))
+        wanted = a_container("main", gpumem=16384, gpucores=25)
+        pod = api.add_pod(bound_pod("a", 1, f"{gpus[1]['id']},{gpus[1]['type']},16384,76:;", wanted))
+        await until(lambda: len(plugin.healthy) == 20)
+        await plugin.allocate([f"{gpus[1]['id']}#4"])
+        kubelet.pods = [("default", "a", "main", hami.COUNT_RESOURCE, [f"{gpus[1]['id']}#4"])]
+        api.change_pod("default", "a", {"status": {"phase": "Running"}})
+        guest = folder / "run" / "slices" / slice_of(pod) / "guest"
+        before = (guest / "ledger").stat().st_ino, json.loads((guest / "slice.json").read_text())
+        process.kill()
+        await asyncio.to_thread(process.wait)
+        shutil.rmtree(folder / "state")
+        del kubelet.plugins[hami.COUNT_RESOURCE]
+        with serving(folder, kubelet):
+            await kubelet.registered(hami.COUNT_RESOURCE, within_s=30)
+            await until(lambda: [gpu["health"] for gpu in registered(api)] == [True, True])
+            assert ((guest / "ledger").stat().st_ino, json.loads((guest / "slice.json").read_text())) == before
+            api.delete_pod("default", "a")
+            kubelet.pods = []
+            await until(lambda: not guest.exists())
 
 
 async def test_without_an_api_the_daemon_runs_and_the_kubelet_hears_of_gpus_when_it_comes(
