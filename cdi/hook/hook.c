@@ -273,10 +273,8 @@ int main(int argc, char **argv)
 			path = argv[++i];
 		else if (!strcmp(argv[i], "--wait") && i + 1 < argc && atol(argv[i + 1]) > 0)
 			wait_ms = atol(argv[++i]);
-		else {
-			fputs(usage, stderr);
-			return 2;
-		}
+		else // of a CDI file that a newer daemon has left: no reason to keep a container from starting
+			fprintf(stderr, "amdvgpu-hook: this version has no option '%s', and goes on without it\n", argv[i]);
 	}
 	deadline_ms = now_ms() + wait_ms;
 

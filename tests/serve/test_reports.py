@@ -190,7 +190,14 @@ async def test_a_state_that_cannot_be_understood_starts_the_container_and_tells_
     assert [report.id for report, _ in post.ear.heard] == []
 
 
-@pytest.mark.parametrize("argv", [(), ("start",), ("begin", "alice"), ("start", 'al"ice'), ("start", "a", "--what")])
+async def test_options_of_a_newer_version_are_left_out_and_said(post: Post) -> None:
+    """A CDI file outlives the daemon that wrote it, when an older package is put in its place."""
+    code, complaint = await post.hook("start", "alice", "--what", "--wait", "nonsense")
+    assert (code, complaint.count("this version has no option")) == (0, 3)
+    assert [report.slice for report, _ in post.ear.heard] == ["alice"]
+
+
+@pytest.mark.parametrize("argv", [(), ("start",), ("begin", "alice"), ("start", 'al"ice')])
 async def test_wrong_words_are_said_to_be_wrong(argv: tuple[str, ...]) -> None:
     code, complaint = await run_hook(*argv, state=b"{}")
     assert (code, complaint.split(":")[0]) == (2, "usage")
