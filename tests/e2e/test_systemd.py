@@ -25,6 +25,7 @@ CHECKS = (
     "with gpus it lists them",
     "a driver that comes later is found",
     "a slice is made with its files and its name",
+    "a command has a scope of its own that the daemon knows",
     "a kill restarts it and running programs keep their ledger",
     "stop and start keep slices and ledgers",
     "a reload with an error fails and changes nothing",
