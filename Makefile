@@ -114,7 +114,8 @@ charts: build/.tested
 e2e-k8s: build/.tested
 	AMDVGPU_E2E=k8s $(BIN)/pytest tests/e2e/k8s $(ARGS)
 
-# make e2e-dmem  the kernel's VRAM cap on a kernel that has it, in an emulated machine (root; builds that kernel at first: 20 minutes)
+# make e2e-dmem  the kernel's VRAM cap on containers and commands, on a kernel that has it, in an emulated machine (root; builds that
+#                kernel at first: 20 minutes)
 .PHONY: e2e-dmem
 e2e-dmem:
 	tests/e2e/vm/run

@@ -147,12 +147,12 @@ def program(slice_name: str, gib: int) -> Iterator[int]:
         until("the lease has ended", lambda: api("/v1/leases")["leases"] == [])
 
 
-def image() -> Path:
-    """A root for containers: the client of the KFD, cat, echo and sleep, with this system's own C library, because the
-    simulated KFD was built for that one; and a static program, if one was staged.
+def image(*more: str) -> Path:
+    """A root for containers: the client of the KFD, cat, echo, sleep and ``more``, with this system's own C library,
+    because the simulated KFD was built for that one; and a static program, if one was staged.
     """
     path = Path("/tmp/image.tar")
-    programs = (KFDCLIENT, "/usr/bin/cat", "/usr/bin/echo", "/usr/bin/sleep")
+    programs = (KFDCLIENT, "/usr/bin/cat", "/usr/bin/echo", "/usr/bin/sleep", *more)
     libraries = {word for word in run("ldd", *programs).split() if word.startswith("/") and not word.endswith(":")}
     with tarfile.open(path, "w") as tar:
         for folder in ("dev", "etc", "proc", "run", "sys", "tmp", "usr/lib"):
