@@ -24,6 +24,10 @@ class Sysfs(Protocol):
         """The driver's own figure for the whole device; None where it cannot be had (absent is not zero)."""
         ...
 
+    def temperatures_c(self, pci_address: str) -> Mapping[str, float]:
+        """Degrees Celsius by the driver's name of the sensor (edge, junction, mem); a sleeping GPU is not woken."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class KfdUser:

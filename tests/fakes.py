@@ -100,6 +100,7 @@ class StillSysfs:
 
     inventory: Inventory
     used_bytes: dict[str, int] = field(default_factory=dict)
+    degrees_c: dict[str, dict[str, float]] = field(default_factory=dict)
     reads: int = 0
     broken: OSError | None = None
 
@@ -111,6 +112,9 @@ class StillSysfs:
 
     def vram_used_bytes(self, pci_address: str) -> int | None:
         return self.used_bytes.get(pci_address)
+
+    def temperatures_c(self, pci_address: str) -> dict[str, float]:
+        return self.degrees_c.get(pci_address, {})
 
 
 @dataclass

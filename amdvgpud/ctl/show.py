@@ -165,6 +165,7 @@ def gpu(item: wire.GpuView) -> None:
             ("gfx target", item.gfx_target),
             ("VRAM", f"{human_size(item.vram_bytes)}, in use {used}"),
             ("CUs", str(item.cu_count)),
+            *((f"{sensor} temperature", f"{degrees:g} °C") for sensor, degrees in item.temperatures_c.items()),
             ("compute mode", _mode(item.compute_partition, item.available_compute_partitions)),
             ("memory mode", _mode(item.memory_partition, item.available_memory_partitions)),
             ("NUMA node", _maybe(item.numa_node)),

@@ -40,6 +40,7 @@ _GPU_CLASSES: Final = (0x03, 0x12)
 """PCI base classes of display controllers and processing accelerators; audio functions and bridges are neither."""
 
 _PCI_ADDRESS: Final = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[01][0-9a-f]\.[0-7]", re.ASCII)
+_SENSOR: Final = re.compile(r"[a-z][a-z0-9_]{0,15}", re.ASCII)
 _SCANS: Final = 3
 """How often a scan starts over because the topology changed under it. A partition switch on eight GPUs is dozens of
 changes; the event that ends it brings a fresh scan anyway, so there is no point in chasing it here."""
@@ -105,16 +106,33 @@ class SysfsReader:
 
     def vram_used_bytes(self, pci_address: str) -> int | None:
         """The driver's own figure for the whole device, in partition modes too. None: cannot be had now."""
+        path = self._device(pci_address)
+        return None if path is None else _number(_read(f"{path}/mem_info_vram_used"))
+
+    def temperatures_c(self, pci_address: str) -> dict[str, float]:
+        """What hwmon has (Documentation/gpu/amdgpu/thermal.rst); empty where there is none, or it would be woken."""
+        path = self._device(pci_address)
+        # The driver wakes its card for these files, and no other figure is worth that.
+        if path is None or _text(_read(f"{path}/power/runtime_status")) in ("suspended", "suspending"):
+            return {}
+        found = {}
+        for monitor in _names_in(f"{path}/hwmon"):
+            for number in range(1, 4):
+                at = f"{path}/hwmon/{monitor}/temp{number}"
+                label, millidegrees = _text(_read(f"{at}_label")), _number(_read(f"{at}_input"))
+                if _SENSOR.fullmatch(label) and millidegrees is not None:
+                    found[label] = millidegrees / 1000
+        return found
+
+    def _device(self, pci_address: str) -> str | None:
         address = pci_address.lower()
         if not _PCI_ADDRESS.fullmatch(address):
             return None
         path = f"{self._root}/sys/bus/pci/devices/{address}"
-        if not os.path.isdir(path):  # noqa: PTH112
-            device = _Scan(str(self._root), self._names).pci_devices().get(address)
-            if device is None:
-                return None
-            path = device.path
-        return _number(_read(f"{path}/mem_info_vram_used"))
+        if os.path.isdir(path):  # noqa: PTH112
+            return path
+        device = _Scan(str(self._root), self._names).pci_devices().get(address)
+        return None if device is None else device.path
 
 
 # ------------------------------------------------------------------------------------------------------ raw reading

@@ -175,7 +175,9 @@ class Endpoints:
 
     async def list_gpus(self, call: Call, query: routes.NoQuery) -> Reply:
         view = self._node.view()
-        return Reply(views.gpu_list(view, self._metrics.vram_used_bytes), revision=view.book.revision)
+        sampled = self._metrics
+        listed = views.gpu_list(view, sampled.vram_used_bytes, sampled.temperatures_c)
+        return Reply(listed, revision=view.book.revision)
 
     async def get_gpu(self, call: Call, query: routes.NoQuery) -> Reply:
         view = self._node.view()
@@ -234,7 +236,9 @@ class Endpoints:
         return Reply(views.mode_proposals(self._node.view(), wants))
 
     def _gpu_reply(self, view: NodeView, gpu: Gpu) -> Reply:
-        return Reply(views.gpu_view(view, gpu, self._metrics.vram_used_bytes.get(gpu.id)), revision=view.book.revision)
+        sampled = self._metrics
+        shown = views.gpu_view(view, gpu, sampled.vram_used_bytes.get(gpu.id), sampled.temperatures_c)
+        return Reply(shown, revision=view.book.revision)
 
     # ---------------------------------------------------------------------------------------------------- slices
 

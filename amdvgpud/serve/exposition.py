@@ -61,6 +61,13 @@ METRICS: Final = (
         ("gpu_uuid",),
         "VRAM in use by anybody, as the driver said at the last sample.",
     ),
+    Metric(
+        "amdvgpu_gpu_temperature_celsius",
+        "gauge",
+        "celsius",
+        ("gpu_uuid", "sensor"),
+        "Temperature at the last sample, by the driver's sensors (edge, junction, mem); absent of a GPU that sleeps.",
+    ),
     Metric("amdvgpu_gpu_vram_reserved_bytes", "gauge", "bytes", ("gpu_uuid",), "Sum of the VRAM quotas on the GPU."),
     Metric(
         "amdvgpu_gpu_vram_overcommit_ratio",

@@ -13,7 +13,7 @@ import contextlib
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Literal
 
 import prometheus_client
@@ -41,6 +41,7 @@ class _Sample:
     vram_used_bytes: Mapping[GpuId, int]
     ok: bool
     duration_s: float
+    temperatures_c: Mapping[GpuId, Mapping[str, float]] = field(default_factory=dict)
 
 
 class Metrics:
@@ -154,20 +155,27 @@ class Metrics:
     def _sampled(self, gpus: Sequence[Gpu]) -> _Sample:
         began_s = time.perf_counter()
         found: dict[GpuId, int] = {}
+        temperatures_c: dict[GpuId, Mapping[str, float]] = {}
         ok = True
         for gpu in gpus:
             try:
                 used_bytes = self._sysfs.vram_used_bytes(gpu.pci_address)
+                temperatures_c[gpu.id] = self._sysfs.temperatures_c(gpu.pci_address)
             except OSError:
                 used_bytes, ok = None, False
             if used_bytes is not None:
                 found[gpu.id] = used_bytes
-        return _Sample(found, ok, time.perf_counter() - began_s)
+        return _Sample(found, ok, time.perf_counter() - began_s, temperatures_c)
 
     @property
     def vram_used_bytes(self) -> Mapping[GpuId, int]:
         """The driver's figures of the last sample; a GPU without one is not in it."""
         return self._sample.vram_used_bytes
+
+    @property
+    def temperatures_c(self) -> Mapping[GpuId, Mapping[str, float]]:
+        """By GPU and sensor, as of the last sample."""
+        return self._sample.temperatures_c
 
     # -------------------------------------------------------------------------------------------------- writing
 
@@ -219,6 +227,14 @@ class Metrics:
         used = self._sample.vram_used_bytes
         page.family("amdvgpu_gpu_vram_total_bytes", [f"{uuid[g.id]} {g.vram_bytes}" for g in gpus])
         page.family("amdvgpu_gpu_vram_used_bytes", [f"{uuid[g.id]} {used[g.id]}" for g in gpus if g.id in used])
+        page.family(
+            "amdvgpu_gpu_temperature_celsius",
+            [
+                f"{labels_text(('gpu_uuid', 'sensor'), (g.id, sensor))} {degrees:g}"
+                for g in gpus
+                for sensor, degrees in self._sample.temperatures_c.get(g.id, {}).items()
+            ],
+        )
         page.family("amdvgpu_gpu_vram_reserved_bytes", [f"{uuid[g.id]} {reserved[g.id]}" for g in gpus])
         page.family(
             "amdvgpu_gpu_vram_overcommit_ratio",

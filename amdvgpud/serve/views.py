@@ -74,14 +74,21 @@ def partition_view(partition: Partition, capacity: Capacity, by_node: Mapping[in
     )
 
 
-def gpu_view(view: NodeView, gpu: Gpu, vram_used_bytes: int | None = None) -> wire.GpuView:
+Temperatures = Mapping[GpuId, Mapping[str, float]]
+NO_TEMPERATURES: Final[Temperatures] = MappingProxyType({})
+
+
+def gpu_view(
+    view: NodeView, gpu: Gpu, vram_used_bytes: int | None = None, temperatures_c: Temperatures = NO_TEMPERATURES
+) -> wire.GpuView:
     """``vram_used_bytes``: the driver's figure as last sampled; None where there is none (absent is not zero)."""
-    return _gpu_views(view, (gpu,), {} if vram_used_bytes is None else {gpu.id: vram_used_bytes})[0]
+    used = {} if vram_used_bytes is None else {gpu.id: vram_used_bytes}
+    return _gpu_views(view, (gpu,), used, temperatures_c)[0]
 
 
-def gpu_list(view: NodeView, vram_used_bytes: Mapping[GpuId, int]) -> wire.GpuList:
+def gpu_list(view: NodeView, vram_used_bytes: Mapping[GpuId, int], temperatures_c: Temperatures) -> wire.GpuList:
     return wire.GpuList(
-        gpus=_gpu_views(view, view.inventory.gpus, vram_used_bytes),
+        gpus=_gpu_views(view, view.inventory.gpus, vram_used_bytes, temperatures_c),
         unusable=[
             wire.UnusableView(pci_address=u.pci_address, name=u.name, reason=u.reason) for u in view.inventory.unusable
         ],
@@ -93,7 +100,9 @@ def gpu_list(view: NodeView, vram_used_bytes: Mapping[GpuId, int]) -> wire.GpuLi
     )
 
 
-def _gpu_views(view: NodeView, gpus: Iterable[Gpu], vram_used_bytes: Mapping[GpuId, int]) -> list[wire.GpuView]:
+def _gpu_views(
+    view: NodeView, gpus: Iterable[Gpu], vram_used_bytes: Mapping[GpuId, int], temperatures_c: Temperatures
+) -> list[wire.GpuView]:
     capacity = capacities(view.book, view.inventory)
     by_node = {p.kfd_node: p.id for p in view.inventory.partitions}
     return [
@@ -118,6 +127,7 @@ def _gpu_views(view: NodeView, gpus: Iterable[Gpu], vram_used_bytes: Mapping[Gpu
             oversubscription=view.book.oversubscription.get(gpu.id, 1.0),
             partitions=[partition_view(p, capacity[p.id], by_node) for p in gpu.partitions],
             profiles=[profile_view(gpu, profile) for profile in gpu.profiles],
+            temperatures_c=dict(temperatures_c.get(gpu.id, {})),
         )
         for gpu in gpus
     ]

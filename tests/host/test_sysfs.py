@@ -248,6 +248,23 @@ def test_one_gpu_with_all_its_files(machine: Machine) -> None:
     assert reader.vram_used_bytes("../../etc") is None
 
 
+def test_temperatures_are_those_of_hwmon_and_a_sleeping_card_is_not_woken_for_them(machine: Machine) -> None:
+    machine.add_gpu("0000:83:00.0", node=1, minor=128)
+    reader = SysfsReader(machine.root)
+    assert reader.temperatures_c("0000:83:00.0") == {}
+    device = machine.root / "sys/bus/pci/devices/0000:83:00.0"
+    monitor = device / "hwmon/hwmon5"
+    monitor.mkdir(parents=True)
+    for number, (label, value) in enumerate((("edge", "53000\n"), ("junction", "54500\n"), ("mem", "")), 1):
+        (monitor / f"temp{number}_label").write_text(f"{label}\n")
+        (monitor / f"temp{number}_input").write_text(value)
+    (device / "power").mkdir(exist_ok=True)
+    for status, seen in (("active", {"edge": 53.0, "junction": 54.5}), ("suspended", {}), ("suspending", {})):
+        (device / "power/runtime_status").write_text(f"{status}\n")
+        assert reader.temperatures_c("0000:83:00.0") == seen
+    assert reader.temperatures_c("../../etc") == {}
+
+
 # --------------------------------------------------------------------------------------------- FR-01: partitions
 
 

@@ -213,11 +213,25 @@ async def test_a_gpu_that_has_left_is_not_as_if_it_had_never_been(desk: Any) -> 
     assert "names no GPU" in (await desk.ask("GET", "/v1/gpus/GPU-77")).json["detail"]
 
 
+async def test_temperatures_are_of_the_last_sample_and_absent_of_who_has_none(desk: Any) -> None:
+    warm, _ = desk.node.view().inventory.gpus
+    desk.sysfs.degrees_c = {warm.pci_address: {"edge": 41.5, "junction": 50.0}}
+    assert _of(await _samples(desk), "amdvgpu_gpu_temperature_celsius") == {}
+    await desk.metrics.sample(desk.node.view().inventory)
+    assert _of(await _samples(desk), "amdvgpu_gpu_temperature_celsius") == {
+        (warm.id, "edge"): 41.5,
+        (warm.id, "junction"): 50.0,
+    }
+    listed = (await desk.ask("GET", "/v1/gpus")).json["gpus"]
+    assert [g["temperatures_c"] for g in listed] == [{"edge": 41.5, "junction": 50.0}, {}]
+    assert (await desk.ask("GET", f"/v1/gpus/{warm.id}")).json["temperatures_c"]["edge"] == 41.5
+
+
 async def test_a_scrape_reads_no_device(desk: Any) -> None:
     def refuse(pci_address: str) -> int | None:
         raise AssertionError("a scrape has read a device")
 
-    desk.sysfs.vram_used_bytes = refuse
+    desk.sysfs.vram_used_bytes = desk.sysfs.temperatures_c = refuse
     reads = desk.sysfs.reads
     assert (await desk.ask("GET", "/metrics")).status == 200
     assert desk.sysfs.reads == reads
@@ -326,6 +340,7 @@ async def _full(make_desk: Any) -> Any:
     desk.guest_uses("alice", 5000)
     await desk.ask("POST", "/v1/reload")
     desk.sysfs.used_bytes = {"0000:11:00.0": 777}
+    desk.sysfs.degrees_c = {"0000:11:00.0": {"edge": 41.5}}
     await desk.metrics.sample(desk.node.view().inventory)
     desk.metrics.kubelet_devices("amd.com/gpu", [True, False])
     desk.metrics.kubelet_delivery = lambda: "cdi"

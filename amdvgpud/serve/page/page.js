@@ -71,6 +71,7 @@ function gpuCard(gpu, slices, colours) {
   const [condition, tone] = conditionOf(gpu);
   const mode = [gpu.compute_partition, gpu.memory_partition].filter(Boolean).join(" ");
   const facts = [gpu.id, gpu.pci_address, gpu.gfx_target, mode, gpu.numa_node === null ? "" : `NUMA ${gpu.numa_node}`];
+  facts.push(...Object.entries(gpu.temperatures_c).map(([sensor, degrees]) => `${sensor} ${degrees} °C`));
   const card = filled(
     make("article"),
     filled(make("h3", `${gpu.index}  ${gpu.product_name} `), make("span", condition, { class: tone })),
