@@ -24,8 +24,8 @@ def settings_of(folder: Path, kubelet: Kubelet) -> list[str]:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, kubelet: Kubelet) -> Iterator[subprocess.Popen[bytes]]:
-    with a_daemon(folder, *settings_of(folder, kubelet), env=ENVIRONMENT) as process:
+def serving(folder: Path, kubelet: Kubelet, *options: str) -> Iterator[subprocess.Popen[bytes]]:
+    with a_daemon(folder, *settings_of(folder, kubelet), *options, env=ENVIRONMENT) as process:
         yield process
 
 
@@ -108,8 +108,11 @@ async def test_without_an_api_the_daemon_runs_and_the_kubelet_hears_of_gpus_when
     folder: Path, kubelet: Kubelet, api: FakeKubeApi
 ) -> None:
     node = api.nodes.pop(HERE)
-    with serving(folder, kubelet) as process:
+    api.amounts = True
+    with serving(folder, kubelet, "--hami-amounts=on") as process:
         await until(lambda: "GET nodes" in api.asked)
         api.nodes[HERE] = node
         await kubelet.registered(hami.COUNT_RESOURCE, within_s=30)
         assert process.poll() is None
+        found = await until(lambda: api.nodes[HERE]["status"].get("capacity"))
+        assert found == {"amd.com/gpumem": str(2 * 196592), "amd.com/gpucores": "200"}

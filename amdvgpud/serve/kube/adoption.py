@@ -1,8 +1,8 @@
 """Pods of HAMi's scheduler that run since before this Book (it was lost, or is new), taken up as what they have.
 
-Nothing of a GPU with such a pod is given to others (:func:`amdvgpud.serve.kube.pods.strangers`), since nobody here
-knows what is free of it. A pod's annotations say it, and its owner can write them. So they are believed only as far as
-others say the same, to whom he cannot write:
+Nothing of a GPU with such a pod is given to others (:meth:`PodWatch.strangers`), since nobody here knows what of it is
+free. A pod's annotations say it, and its owner can write them. So they are believed only as far as others say the same,
+to whom he cannot write:
 
 * how much: the pod's own limits, which nobody changes once it is made;
 * on which GPU: the kubelet's list of devices, whose ids are those of the GPUs where it has followed our preference;
@@ -30,7 +30,7 @@ from amdvgpud.core.model import ComputePolicy, CuSet, Holder, LeaseId, Partition
 from amdvgpud.node import Node, NodeView
 from amdvgpud.serve.kube.api import Pod, PodContainer
 from amdvgpud.serve.kube.podresources import ContainerDevices
-from amdvgpud.serve.kube.pods import PodWatch, asking, strangers
+from amdvgpud.serve.kube.pods import PodWatch, asking
 
 log = logging.getLogger(__name__)
 
@@ -69,16 +69,24 @@ class Adoption:
 
     async def look(self) -> None:
         """One look. What cannot be taken up is said, once for each reason."""
-        slices = self._node.view().book.slices
-        unknown = [pod for uid, pod in self._pods.pods.items() if strangers({uid: pod}, slices)]
+        unknown = self._pods.without(self._node.view().book.slices)
         self._said = {pod.metadata.uid: self._said.get(pod.metadata.uid, "") for pod in unknown}
         if not unknown:
+            self._pods.saw({})
             return
         try:
             devices = await self._devices()
         except AmdvgpuError as error:
             log.debug("Which containers have GPUs cannot be asked now: %s", error)
             return
+        self._pods.saw(
+            {
+                (pod.metadata.namespace, pod.metadata.name): frozenset(
+                    gpu for container in asking(pod) for gpu in _gpus_of(pod, container, devices)
+                )
+                for pod in unknown
+            }
+        )
         for pod in unknown:
             try:
                 await self._take_up(pod, devices)
@@ -98,7 +106,8 @@ class Adoption:
             for lease_id in done:
                 await self._node.release_lease(lease_id)
             raise
-        log.info("%s runs since before this Book, and keeps what it has.", pod)
+        if done:
+            log.info("%s runs since before this Book, and keeps what it has.", pod)
 
 
 def claims(pod: Pod, offers: Sequence[Offer], view: NodeView, devices: Sequence[ContainerDevices]) -> tuple[Claim, ...]:
@@ -158,15 +167,20 @@ def _refuse_unless_asked(container: PodContainer, grants: hami.Container, there:
 def _refuse_unless_held(
     pod: Pod, container: PodContainer, grants: hami.Container, devices: Sequence[ContainerDevices]
 ) -> None:
-    mine = (pod.metadata.namespace, pod.metadata.name, container.name, hami.COUNT_RESOURCE)
-    ids = sorted(
-        device.rpartition("#")[0]
-        for each in devices
-        if (each.namespace, each.pod, each.container, each.resource) == mine
-        for device in each.ids
-    )
+    ids = sorted(_gpus_of(pod, container, devices))
     if ids != sorted(grant.id for grant in grants):
         raise Conflict(
             f"{', '.join(grant.id for grant in grants)} is allocated to {container.name}, and the kubelet says that it "
             f"has {', '.join(ids) or 'nothing'}"
         )
+
+
+def _gpus_of(pod: Pod, container: PodContainer, devices: Sequence[ContainerDevices]) -> list[str]:
+    """By the kubelet's word. What is no ``<id>#<slot>`` of ours (another plugin's) is an id of no GPU here."""
+    mine = (pod.metadata.namespace, pod.metadata.name, container.name, hami.COUNT_RESOURCE)
+    return [
+        device.rpartition("#")[0]
+        for each in devices
+        if (each.namespace, each.pod, each.container, each.resource) == mine
+        for device in each.ids
+    ]

@@ -29,7 +29,7 @@ from amdvgpud.core.model import GpuId, Holder, Request, Slice, SliceName
 from amdvgpud.core.modes import parse_target
 from amdvgpud.node import Node, NodeView
 from amdvgpud.serve.kube.api import ClusterNode, KubeApi, Pod, PodContainer
-from amdvgpud.serve.kube.pods import PodWatch, asking, slices_of, strangers, waiting_of
+from amdvgpud.serve.kube.pods import PodWatch, asking, slices_of, waiting_of
 from amdvgpud.serve.kube.resources import Device, Grant, GrantMount, numa_node_of, patiently
 
 log = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ class HamiSide:
     def offers(self, view: NodeView) -> tuple[Offer, ...]:
         """What is offered now; what was and is gone stays, without health, and so does what a stranger is on."""
         now = hami.offers(view.inventory, view.book, view.health, mode=self._mode, splits=self._settings.split_count)
-        held = strangers(self._pods.pods, view.book.slices)
+        held = self._pods.strangers(view.book.slices)
         self._tell_strangers({offer.id: held[offer.id] for offer in now if offer.id in held})
         now = tuple(replace(offer, health=False) if offer.id in held else offer for offer in now)
         self._offered = hami.with_missing(now, self._offered, view.inventory)
@@ -580,7 +580,7 @@ class HamiResource:
             for offer in self._offers(view)
             if (partition := view.inventory.partition(offer.partition))
         }
-        for gpu, pod in strangers(self._pods.pods, view.book.slices).items():
+        for gpu, pod in self._pods.strangers(view.book.slices).items():
             if gpu in {grant.id for grant in turn.grants}:
                 raise Conflict(f"{pod} runs on {gpu} and has no slice here, so nobody knows what of it is free")
         limits = {where: at.vram_limit_bytes for where, at in plan.capacities(view.book, view.inventory).items()}

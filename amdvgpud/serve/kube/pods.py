@@ -94,6 +94,8 @@ class PodWatch:
         self.listed = asyncio.Event()
         """Set when :attr:`pods` has been filled for the first time."""
         self.told = asyncio.Event()
+        self.seen_with: Mapping[tuple[str, str], frozenset[str]] = {}
+        """By (namespace, name): the GPUs that the kubelet's list has for a pod without a slice here."""
         """Set at the next change of :attr:`pods`; the one after has another."""
 
     async def run(self) -> None:
@@ -117,8 +119,42 @@ class PodWatch:
             elif change.pod.ended or change.pod.metadata.uid not in self._final:
                 self.pods[change.pod.metadata.uid] = change.pod
             self._changed.set()
-            self.told.set()
-            self.told = asyncio.Event()
+            self._tell()
+
+    def _tell(self) -> None:
+        self.told.set()
+        self.told = asyncio.Event()
+
+    def saw(self, seen_with: Mapping[tuple[str, str], frozenset[str]]) -> None:
+        """What :attr:`seen_with` is now."""
+        if seen_with != self.seen_with:
+            self.seen_with = seen_with
+            self._tell()
+
+    def without(self, slices: Iterable[SliceName]) -> list[Pod]:
+        """The pods that run, ask for GPUs and have no slice here."""
+        ours = {hami.pod_uid(name) for name in slices}
+        return [
+            pod for uid, pod in self.pods.items() if pod.status.phase == "Running" and uid not in ours and asking(pod)
+        ]
+
+    def strangers(self, slices: Iterable[SliceName]) -> dict[str, Pod]:
+        """By the id of a GPU: a pod that runs on it and has no slice here, by the scheduler's word or the kubelet's.
+
+        It was served before this Book was begun (by HAMi's own plugin, or by a daemon whose state was lost). What it
+        has of the GPU nobody here knows, so nothing of it can be promised. New pods cannot pretend: they run only once
+        served. One that rewrites the scheduler's word is still seen by the kubelet's, where that names GPUs as we do.
+        """
+        found: dict[str, Pod] = {}
+        for pod in self.without(slices):
+            found |= dict.fromkeys(self.seen_with.get((pod.metadata.namespace, pod.metadata.name), ()), pod)
+            with contextlib.suppress(Invalid):
+                text = pod.annotations.get(hami.ALLOCATED, "")
+                allocated = [grants for grants in hami.parse_allocation(text) if grants]
+                for container, grants in zip(asking(pod), allocated, strict=False):
+                    if not (pod.runs_first(container) and pod.has_succeeded(container)):
+                        found |= {grant.id: pod for grant in grants}
+        return found
 
     async def _look(self) -> None:
         while True:
@@ -252,25 +288,6 @@ class PodWatch:
 
 def _is_over(pod: Pod | None) -> bool:
     return pod is None or pod.ended
-
-
-def strangers(pods: Mapping[str, Pod], slices: Iterable[SliceName]) -> dict[str, Pod]:
-    """By the id of a GPU: a pod that runs on it, has it by the scheduler's word, and has no slice here.
-
-    It was served before this Book was begun (by HAMi's own plugin, or by a daemon whose state was lost). What it has of
-    the GPU nobody here knows, so nothing of it can be promised. New pods cannot pretend: they run only once served.
-    """
-    ours = {hami.pod_uid(name) for name in slices}
-    found: dict[str, Pod] = {}
-    for uid, pod in pods.items():
-        if pod.status.phase != "Running" or uid in ours:
-            continue
-        with contextlib.suppress(Invalid):
-            allocated = [grants for grants in hami.parse_allocation(pod.annotations.get(hami.ALLOCATED, "")) if grants]
-            for container, grants in zip(asking(pod), allocated, strict=False):
-                if not (pod.runs_first(container) and pod.has_succeeded(container)):
-                    found |= {grant.id: pod for grant in grants}
-    return found
 
 
 def asking(pod: Pod) -> list[PodContainer]:

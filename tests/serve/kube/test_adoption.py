@@ -167,10 +167,27 @@ async def test_what_is_not_surely_so_is_not_taken_up_and_said_once(
     (said,) = (r.getMessage() for r in caplog.records if r.name.endswith("adoption"))
     assert said.startswith("default/a runs since before this Book, and what it has cannot be told: ")
     assert re.search(why, said), said
-    claimed = lost.stage.notes("a")[hami.ALLOCATED].partition(",")[0]
-    after.pod("new", a_container("main"), allocation=f"{QUARTER.replace(GPU, claimed)};")
+    after.pod("new", a_container("main"), allocation=f"{QUARTER};")  # on the GPU that it has, whatever it says
     with pytest.raises(Conflict, match="has no slice here"):
-        await after.side.resource.allocate([f"{claimed}#5"])
+        await after.side.resource.allocate([f"{GPU}#5"])
+
+
+async def test_a_gpu_is_held_back_by_the_kubelets_word_when_a_pod_hides_the_schedulers_and_until_it_ends(
+    lost: Lost,
+) -> None:
+    await lost.serve("a", a_container("main", gpumem=16384, gpucores=25), allocation=f"{QUARTER};")
+    notes(lost, **{hami.ALLOCATED: ""})
+    after, adoption = await lost.new_daemon()
+    assert health(after) == [True, True]
+    told = after.watch.told
+    await adoption.look()
+    assert told.is_set()
+    await after.side.keep()
+    assert health(after) == [False, True]
+    after.watch.pods = {}
+    await adoption.look()
+    await after.side.keep()
+    assert health(after) == [True, True]
 
 
 async def test_half_of_a_pod_is_not_taken_up(lost: Lost) -> None:
