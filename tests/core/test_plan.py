@@ -10,7 +10,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from itertools import combinations
+from functools import reduce
+from itertools import combinations, product
+from operator import or_
 from types import MappingProxyType
 
 import pytest
@@ -990,3 +992,62 @@ def test_a_slice_of_many_gpus_is_a_value(layout_of: LayoutOf, make_inventory: Ma
     assert plan == place(Book(), inventory, ask("a", "25%", gpus=8, spread=Spread.SPREAD))
     assert [share.cus for share in plan.shares] == [bits(0, 64)] * 8
     assert isinstance(Slice(SliceName("a"), plan.request, plan.shares, 0.0, 1), Slice)
+
+
+def phases(kinds: Iterable[tuple[str, str]]) -> list[set[str]]:
+    """Who runs at the same time in a pod of these (kind, name), in order: each ``init`` with each ``side`` that has
+    started before it; then all of these with each ``app``."""
+    sides: set[str] = set()
+    found = []
+    rest = set()
+    for kind, name in kinds:
+        if kind == "init":
+            found.append({name, *sides})
+        elif kind == "side":
+            sides.add(name)
+        else:
+            rest.add(name)
+    return [*found, sides | rest]
+
+
+_container = st.tuples(st.sampled_from(["init", "init", "side"]), st.integers(1, 60), st.integers(1, 200))
+_app = st.tuples(st.just("app"), st.integers(1, 60), st.integers(1, 200))
+_pods = st.lists(
+    st.tuples(st.lists(_container, max_size=3), st.lists(_app, max_size=2)).map(lambda pod: [*pod[0], *pod[1]]),
+    min_size=1,
+    max_size=5,
+)
+
+
+@settings(max_examples=150)
+@given(pods=_pods)
+def test_containers_that_run_in_turn_are_promised_what_they_have_at_their_worst_and_no_more(
+    pods: list[list[tuple[str, int, int]]], layout_of: LayoutOf, make_inventory: MakeInventory, grant: Grant
+) -> None:
+    inventory = make_inventory(layout_of("MI300X"), vram_bytes=100)
+    book = Book()
+    running: list[list[tuple[str, str]]] = []
+    for number, containers in enumerate(pods):
+        of_pod: list[tuple[str, str]] = []
+        running.append(of_pod)
+        for at, (kind, quota, cus) in enumerate(containers):
+            before = tuple(SliceName(name) for other, name in of_pod if other == "init")
+            compute = Compute(ComputePolicy.EXACT, cu_count=cus)
+            request = Request(SliceName(f"p{number}.{at}"), compute, quota, after=before)
+            try:
+                book = grant(book, request, place(book, inventory, request).shares)
+            except NoRoom:
+                continue
+            of_pod.append((kind, request.name))
+            shares = {name: item.shares[0] for name, item in book.slices.items()}
+            worst = sum(
+                max(sum(shares[SliceName(name)].vram_bytes for name in phase) for phase in phases(pod))
+                for pod in running
+            )
+            (capacity,) = planner.capacities(book, inventory).values()
+            assert capacity.vram_promised_bytes == worst <= 100
+            for moment in product(*map(phases, running)):
+                sets = [shares[SliceName(name)].cus for name in set().union(*moment)]
+                masks = [each.mask for each in sets if each is not None]
+                assert sum(masks) == reduce(or_, masks, 0)
+            assert planner.check(book, inventory) == ()
