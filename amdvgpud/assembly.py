@@ -66,9 +66,9 @@ REPORTS: Final = "report.sock"
 """Below run_dir; the hook's own default has run_dir's."""
 
 WAIT_FOR_POLICY_MS: Final = 5000
-"""How long a container's start may wait where images.policy may refuse it. What is not said by then is a no (--judged),
-so it is long: a start that fails for want of an answer is a fault of ours, and one that goes on would be a hole. Below
-:data:`HOOK_TIMEOUT_S`, so that the reason said is the hook's and not the runtime's."""
+"""How long a container's start may wait where images.policy may refuse it, or hook.required asks for our word. What is
+not said by then is a no, so it is long: a start that fails for want of an answer is a fault of ours, and one that goes
+on would be a hole. Below :data:`HOOK_TIMEOUT_S`, so that the reason said is the hook's and not the runtime's."""
 
 
 class CheckedSysfs(SysfsReader):
@@ -333,8 +333,9 @@ def hook_call(settings: Settings, caps: DmemCaps | None) -> HookCall | None:
     arguments: list[str] = []
     if (socket_path := settings.run_dir / REPORTS) != Path("/run/amdvgpud") / REPORTS:
         arguments += ["--socket", str(socket_path)]
-    if settings.images_policy != "show":
-        arguments += ["--wait", str(WAIT_FOR_POLICY_MS), "--judged"]
+    judged = settings.images_policy != "show"
+    if judged or settings.hook_required:
+        arguments += ["--wait", str(WAIT_FOR_POLICY_MS), *(["--judged"] if judged else [])]
     elif caps is not None and caps.lack() is None:
         arguments += ["--wait", str(WAIT_FOR_CAP_MS)]
     return HookCall(program, (*arguments, *(["--require"] if settings.hook_required else [])))

@@ -446,7 +446,7 @@ async def test_leases_of_other_kinds_do_not_mind_containers(scene: Scene) -> Non
     ("flags", "told"),
     [
         ({}, ()),
-        ({"hook.required": "true"}, ("--require",)),
+        ({"hook.required": "true"}, ("--wait", "5000", "--require")),
         ({"images.policy": "refuse"}, ("--wait", "5000", "--judged")),
         ({"images.policy": "dmem", "hook.required": "true"}, ("--wait", "5000", "--judged", "--require")),
     ],

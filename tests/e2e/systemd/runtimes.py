@@ -129,6 +129,7 @@ def known_from_its_start_to_its_end(
     assert waiting["pid"] is None, waiting
     identity = start()
     try:
+        until("it is told of", lambda: containers(name))
         (one,) = containers(name)
         assert (one["id"], one["reported"], one["gate"]) == (identity, True, gate), one
         assert one["pid"] == pid_of(identity), one
@@ -507,6 +508,7 @@ def a_rootless_container_is_known_from_its_start_to_its_end() -> None:
 def a_report_is_believed_by_whose_the_process_is_and_by_its_mounts_and_cgroup_only() -> None:
     carol, mallory = User.known("carol"), user("mallory")
     identity = run(*carol.podman("run", "--detach", "--rm", *ROOTLESS, IMAGE, "/usr/bin/sleep", "1000")).split()[-1]
+    until("it is told of", lambda: containers("hers"))
     before = containers("hers")
     for liar, name, said, why in (
         (mallory, "hers", identity, f"is not uid {mallory.uid}'s"),
