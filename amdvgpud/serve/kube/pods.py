@@ -2,11 +2,11 @@
 
 Owns when a pod is over for us. A slice is promised VRAM and CUs that another pod would be given next, so it goes only
 when all say that nothing can run in it: the API, asked anew just then (a watch may be behind, or broken), and the
-slice's ledger; and of a pod that was deleted, perhaps by force while its containers ran, also the kubelet, where it can
-be asked, the containers that are known here, and for a whole GPU the KFD (which on a node with only one cannot tell
-them from the host's own processes). While any of them says otherwise, or cannot be asked, the slice stays. That of an
-init container goes as soon as it has succeeded: the scheduler counts a pod by its other containers from then on, and
-sends more.
+slice's ledger; and of a pod that was deleted before its containers were seen to have ended, perhaps by force, also the
+kubelet, where it can be asked, the containers that are known here, and for a whole GPU the KFD (which on a node with
+only one cannot tell them from the host's own processes). While any of them says otherwise, or cannot be asked, the
+slice stays. That of an init container goes as soon as it has succeeded: the scheduler counts a pod by its other
+containers from then on, and sends more.
 
 The other way round nobody asks: a slice without a pod is all that the Book and the API differ in, whatever happened to
 daemon, kubelet or node in between, and the first look after a start finds it.

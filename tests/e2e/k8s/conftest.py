@@ -70,7 +70,7 @@ def cluster(
 
 
 @pytest.fixture(scope="session")
-def hami_runs(cluster: Cluster, hami_scheduler: Path) -> None:
+def hami_runs(hami_scheduler: Path, cluster: Cluster) -> None:
     """HAMi's scheduler, until the cluster ends."""
     cluster.start_hami(hami_scheduler)
 

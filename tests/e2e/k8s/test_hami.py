@@ -33,7 +33,7 @@ REGISTERED: Final = "registered with the kubelet"
 
 @pytest.fixture(scope="module")
 def served(
-    cluster: Cluster, account: Api, hami_runs: None, tmp_path_factory: pytest.TempPathFactory
+    hami_runs: None, cluster: Cluster, account: Api, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Service]:
     """The daemon with the manifests' own account; HAMi's scheduler has seen its registration."""
     del account, hami_runs
@@ -49,7 +49,7 @@ def served(
 
 
 @pytest.fixture(autouse=True)
-def no_pods(cluster: Cluster) -> Iterator[None]:
+def no_pods(hami_runs: None, cluster: Cluster) -> Iterator[None]:
     """What a test that failed has left is no matter for the next one."""
     yield
     removed(cluster, *(each["metadata"]["name"] for each in cluster.api.get(PODS)["items"]))

@@ -139,7 +139,7 @@ def _pods(cluster: Cluster, scenes: Scenes) -> None:
 
 
 async def test_the_exchange_is_as_it_was_recorded(
-    cluster: Cluster, account: Api, hami_runs: None, tmp_path: Path
+    hami_runs: None, cluster: Cluster, account: Api, tmp_path: Path
 ) -> None:
     scenes = await exchange(cluster, account, tmp_path)
     if os.environ.get("AMDVGPU_E2E_RECORD"):
