@@ -318,6 +318,26 @@ def test_a_service_account_is_found_where_pods_have_it(certificate: Path) -> Non
     assert access.tls.verify_mode is ssl.CERT_REQUIRED
 
 
+def test_an_authority_that_names_no_key_usage_is_trusted_as_other_clients_do(
+    certificate: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = ssl.create_default_context
+
+    def of_python_3_13(**ca: str | None) -> ssl.SSLContext:
+        context = usual(**ca)  # type: ignore[arg-type]
+        context.verify_flags |= ssl.VERIFY_X509_STRICT
+        return context
+
+    monkeypatch.setattr(ssl, "create_default_context", of_python_3_13)
+    (certificate / "token").write_text("t")
+    environment = {"KUBERNETES_SERVICE_HOST": "127.0.0.1"}
+    file = a_kubeconfig(certificate, "server: 'https://127.0.0.1', certificate-authority: ca.crt", "token: t")
+    for access in (read_access(None, environment, certificate), read_access(file, {})):
+        assert access.tls is not None
+        assert not access.tls.verify_flags & ssl.VERIFY_X509_STRICT
+        assert access.tls.check_hostname
+
+
 KUBECONFIG = """
 apiVersion: v1
 kind: Config
