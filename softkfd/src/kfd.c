@@ -54,7 +54,7 @@ static int get_version(struct kfd_ioctl_get_version_args *a) {
   const char *minor = getenv("SOFTKFD_KFD_MINOR");
   soft_reap();
   a->major_version = 1;
-  a->minor_version = minor ? atoi(minor) : KFD_MINOR_VERSION;
+  a->minor_version = minor ? (int)soft_number(minor, NULL, 10) : KFD_MINOR_VERSION;
   soft_log("\"op\":\"GET_VERSION\",\"minor\":%u", a->minor_version);
   return 0;
 }

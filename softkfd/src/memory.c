@@ -297,7 +297,7 @@ static void reap_locked(void) {
   int dir = soft_open(path, O_RDONLY | O_DIRECTORY);
   DIR *d = dir < 0 ? NULL : fdopendir(dir);
   for (struct dirent *e; d && (e = readdir(d));) {
-    uint32_t o = strtoul(e->d_name, NULL, 16);
+    uint32_t o = soft_number(e->d_name, NULL, 16);
     if (e->d_name[0] == '.' || o == owner) continue;
     owner_path(o, path);
     int fd = soft_open(path, O_RDONLY);

@@ -227,7 +227,7 @@ static void *work(void *unused) {
 void soft_start_worker(void) {
   static int running_in; /* pid: a forked child needs a thread of its own */
   const char *wanted = getenv("SOFTKFD_EXEC");
-  if (wanted && !atoi(wanted)) return;
+  if (wanted && !soft_number(wanted, NULL, 10)) return;
   soft_queues_lock();
   if (running_in != getpid()) {
     pthread_t thread;

@@ -100,9 +100,9 @@ static void read_line(struct soft_gpu *g, char *line) {
     if (!value) continue;
     *value++ = 0;
     for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++)
-      if (!strcmp(numbers[i].key, word)) *numbers[i].value = strtoul(value, NULL, 0);
-    if (!strcmp(word, "vram")) g->vram = strtoull(value, NULL, 0);
-    if (!strcmp(word, "gtt")) g->gtt = strtoull(value, NULL, 0);
+      if (!strcmp(numbers[i].key, word)) *numbers[i].value = soft_number(value, NULL, 0);
+    if (!strcmp(word, "vram")) g->vram = soft_number(value, NULL, 0);
+    if (!strcmp(word, "gtt")) g->gtt = soft_number(value, NULL, 0);
     if (!strcmp(word, "device")) snprintf(g->device, sizeof g->device, "/%s", value);
   }
 }
@@ -216,7 +216,7 @@ bool soft_home_pids(void) {
       text[n > 0 ? n : 0] = 0;
       close(fd);
     }
-    known = !stat_at("/proc/self/ns/pid", &st) && st.st_ino == strtoull(text, NULL, 10);
+    known = !stat_at("/proc/self/ns/pid", &st) && st.st_ino == soft_number(text, NULL, 10);
   }
   return known;
 }
@@ -256,7 +256,7 @@ int soft_errno_of(const char *name) {
     size_t n = strlen(known[i].name);
     if (!strncmp(name, known[i].name, n) && (!name[n] || name[n] == ',')) return known[i].value;
   }
-  return atoi(name);
+  return (int)soft_number(name, NULL, 10);
 }
 
 int soft_refusal(const char *op) {

@@ -37,7 +37,7 @@ static void pass_lines(struct stream *s) {
   take_mask(s, MSG_DONTWAIT); /* one that was written before these lines were */
   block[n] = 0;
   for (; (end = strchr(line, '\n')); line = end + 1) {
-    unsigned long event = strtoul(line, NULL, 16);
+    unsigned long event = soft_number(line, NULL, 16);
     if (event && event <= 64 && s->mask >> (event - 1) & 1) send(s->end, line, end + 1 - line, MSG_NOSIGNAL);
     s->at += end + 1 - line;
   }

@@ -45,6 +45,10 @@ struct soft_gpu {
 extern struct soft_gpu soft_gpus[SOFT_MAX_GPUS];
 extern int soft_gpu_count;
 
+/* strtoull (and so atoi and its kin) by the name that all releases of glibc have: with the headers of 2.38 it gets another, and a container with an
+ * older libc could not load the library. */
+unsigned long long soft_number(const char *text, char **end, int base) __asm__("strtoull");
+
 extern char soft_root[PATH_MAX]; /* no '/' at its end; empty: no simulated machine, and the library does nothing */
 extern size_t soft_root_length;
 extern dev_t soft_dev;           /* the file system the root is on */

@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+
+import amdvgpud._abi
 
 if TYPE_CHECKING:
     from tests.shim.conftest import Built, Machine
@@ -23,6 +26,13 @@ def test_it_needs_libc_and_nothing_else(built: Built) -> None:
 
 def test_its_symbol_versions_stay_at_the_floor(built: Built) -> None:
     assert set(re.findall(r"GLIBC_[0-9.]+|GLIBC_ABI\w+", readelf(built, "-V"))) <= {"GLIBC_2.2.5", "GLIBC_2.17"}
+
+
+def test_the_hook_needs_no_library_of_the_host() -> None:
+    """The host may have an older libc than the image that brought it, or musl."""
+    hook = Path(amdvgpud._abi.__file__).with_name("amdvgpu-hook")
+    said = subprocess.run(["readelf", "-Wd", hook], capture_output=True, text=True, check=True).stdout
+    assert "There is no dynamic section" in said
 
 
 def test_it_has_no_thread_local_storage_and_no_packed_relocations(built: Built) -> None:
