@@ -122,7 +122,9 @@ def assemble(settings: Settings) -> Parts:
         eyes = SysfsHealth(root, read=driver.read, open_node=driver.open_node)
         if build_tree(simulation, root):
             log.info("Simulated machine %s written to %s.", settings.simulate, root)
-        simulated = SimulatedDevices(root, _packaged("libsoftkfd.so"))
+        # Where containers get it from: a daemon in one itself names the host's, as with the gate.
+        softkfd = INSTALLED_LIBRARY.with_name("libsoftkfd.so")
+        simulated = SimulatedDevices(root, softkfd if softkfd.is_file() else _packaged(softkfd.name))
     gate = _gate(settings)
     tree = TreeFiles()
     caps = DmemCaps(tree, delegate=settings.dmem_delegate)

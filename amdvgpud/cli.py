@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,6 +21,7 @@ from amdvgpud.core.errors import AmdvgpuError, HostFailure
 from amdvgpud.daemon import serve
 from amdvgpud.host.cdi import CdiFile, replace_file
 from amdvgpud.host.cdi_spec import parse_spec, proven, without_hooks
+from amdvgpud.host.runtime_config import read_cdi_words
 from amdvgpud.host.systemd import claim_machine
 from amdvgpud.settings import SETTINGS, Settings, read_settings, shown
 from amdvgpud.sim.models import table_rows
@@ -141,6 +144,28 @@ def kube_withdraw(read: Callable[[], Settings]) -> None:
     _start_logging(settings.log_level)
     name = asyncio.run(withdraw(settings, os.environ))
     click.echo(f"The GPUs of node {name} are withdrawn from HAMi's scheduler.")
+
+
+@kube.command("own-devices")
+@click.pass_obj
+def kube_own_devices(read: Callable[[], Settings]) -> None:
+    """Serve amdvgpu.io/daemon, by which the kubelet lets the daemon's pod at the GPUs' device nodes.
+
+    Until told to stop. For a DaemonSet beside the daemon's own. Opens no GPU and needs none of the daemon's rights.
+    """
+    from amdvgpud.kubernetes import offer_own_devices
+
+    settings = read()
+    _start_logging(settings.log_level)
+
+    async def offer() -> None:
+        offering = asyncio.create_task(offer_own_devices(settings, os.environ, read_cdi_words))
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, offering.cancel)
+        with contextlib.suppress(asyncio.CancelledError):
+            await offering
+
+    asyncio.run(offer())
 
 
 @cli.group()

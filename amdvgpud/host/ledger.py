@@ -679,17 +679,17 @@ def _opened(path: Path, flags: int) -> Iterator[int]:
 
 @contextmanager
 def _opened_to_write(path: Path) -> Iterator[int]:
-    """A file of ours that is 0444. Root opens it all the same; anybody else has to lift the mode for the moment."""
-    if os.geteuid() == 0:
-        with _opened(path, os.O_RDWR) as fd:
-            yield fd
-        return
-    path.chmod(0o644)
+    """A file of ours that is 0444. With CAP_DAC_OVERRIDE it opens all the same; without, which root may be as well (in
+    a pod), the mode is lifted for the moment. Guests have the file on a read-only mount, whatever its mode."""
+    lifted = not os.access(path, os.W_OK, effective_ids=True)
+    if lifted:
+        path.chmod(0o644)
     try:
         with _opened(path, os.O_RDWR) as fd:
             yield fd
     finally:
-        path.chmod(0o444)
+        if lifted:
+            path.chmod(0o444)
 
 
 def _create(path: Path, mode: int, content: bytes | memoryview) -> None:

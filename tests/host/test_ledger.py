@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import logging
 import mmap
 import os
 import select
 import stat
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -275,6 +277,27 @@ def test_a_resize_happens_in_the_very_inodes_that_containers_have_mounted(files:
     assert files.usage(ALICE).used_bytes(1000) == GIB
     assert policy_of(guest).sequence == 0  # a quota is one store, whole by itself
     slots.close()
+
+
+@pytest.mark.root
+def test_root_without_any_capability_writes_its_files_anew(files: LedgerFiles) -> None:
+    """As in a pod: the files are root's and nobody may write them, and without CAP_DAC_OVERRIDE that holds for root."""
+    inventory = an_inventory()
+    files.write(a_slice(a_share()), inventory)
+    policy = files.slices / "alice/guest/policy"
+    child = os.fork()
+    if child == 0:
+        done = 1
+        with contextlib.suppress(BaseException):
+            header, none = struct.pack("II", 0x20080522, 0), struct.pack("6I", *[0] * 6)  # linux/capability.h
+            assert ctypes.CDLL(None).capset(header, none) == 0
+            assert not os.access(policy, os.W_OK, effective_ids=True)
+            files.write(a_slice(a_share(vram_bytes=8 * GIB)), inventory)
+            done = 0
+        os._exit(done)
+    assert os.waitpid(child, 0)[1] == 0
+    assert policy_of(policy.parent).gpu[0].vram_bytes == 8 * GIB
+    assert stat.S_IMODE(policy.stat().st_mode) == 0o444
 
 
 def test_other_cus_are_bracketed_by_the_sequence_and_a_half_finished_change_is_finished(files: LedgerFiles) -> None:

@@ -26,19 +26,19 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, Protocol
 
 import grpc
 import grpc.aio
 
 from amdvgpud.core.delivery import Way
 from amdvgpud.core.errors import AmdvgpuError, Conflict, HostFailure, Invalid, NoRoom, NotFound
-from amdvgpud.node import Node
+from amdvgpud.events import Event
+from amdvgpud.node import NodeView
 from amdvgpud.serve.kube.delivery import Delivery
 from amdvgpud.serve.kube.neighbours import Counted, Neighbours, label_of
 from amdvgpud.serve.kube.podresources import PodResources, remembered
-from amdvgpud.serve.kube.resources import Device, Grant, Resource
-from amdvgpud.serve.metrics import Metrics
+from amdvgpud.serve.kube.resources import Device, Grant, Guarded, Resource
 from amdvgpud.serve.pb import deviceplugin_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -72,15 +72,35 @@ class KubeletSettings:
     look_s: float = LOOK_S
 
 
+class Told(Protocol):
+    """What is needed of the Node: its picture, and to be woken when that changes."""
+
+    def view(self) -> NodeView: ...
+
+    def events_since(self, since: int) -> tuple[Sequence[Event], int, bool]: ...
+
+    async def wait_event(self, since: int, timeout_s: float) -> None: ...
+
+
+class Counts(Protocol):
+    """What is counted of it (``amdvgpud.serve.metrics.Metrics``)."""
+
+    def kubelet_registration(self, result: Literal["ok", "refused", "owned", "failed"]) -> None: ...
+
+    def kubelet_allocation(self, result: Literal["ok", "refused", "failed"], duration_s: float) -> None: ...
+
+    def kubelet_devices(self, resource: str, healthy: Sequence[bool] | None) -> None: ...
+
+
 class DevicePlugin:
     """All resources of the node, registered as long as :meth:`run` runs."""
 
     def __init__(
         self,
-        node: Node,
+        node: Told,
         offers: Callable[[], Sequence[Resource]],
         settings: KubeletSettings,
-        metrics: Metrics,
+        metrics: Counts,
         pod_resources: PodResources,
         *,
         counted: Counted | None = None,
@@ -190,7 +210,12 @@ class DevicePlugin:
                 response_deserializer=pb.Empty.FromString,
             )
             await register(
-                pb.RegisterRequest(version=VERSION, endpoint=endpoint, resource_name=name, options=_options()),
+                pb.RegisterRequest(
+                    version=VERSION,
+                    endpoint=endpoint,
+                    resource_name=name,
+                    options=_options(),
+                ),
                 timeout=CALL_S,
             )
 
@@ -238,11 +263,11 @@ class _Session:
 
     def __init__(
         self,
-        node: Node,
+        node: Told,
         name: str,
         resource_of: Callable[[str], Resource],
         settings: KubeletSettings,
-        metrics: Metrics,
+        metrics: Counts,
     ) -> None:
         self._node = node
         self._name = name
@@ -370,6 +395,9 @@ class _Session:
         The kubelet does not say which container it is; its checkpoint does, and what it was told. Where that does not,
         the container starts: it is most likely right, and would be nobody's to mend.
         """
+        resource = self._resource_of(self._name)
+        if isinstance(resource, Guarded):
+            await resource.before_start(ids)
         try:
             every = await asyncio.to_thread(remembered, self._settings.dir)
         except HostFailure as error:

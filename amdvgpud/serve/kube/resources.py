@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar, runtime_checkable
 
 from amdvgpud.core.errors import Lingering
 from amdvgpud.core.model import GpuId, Partition, Slice
@@ -97,6 +97,15 @@ class Resource(Protocol):
 
     def prefer(self, view: NodeView, available: Sequence[str], must_include: Sequence[str], size: int) -> Sequence[str]:
         """``size`` of ``available``, among them all of ``must_include``. An ``AmdvgpuError``: the kubelet chooses."""
+        ...
+
+
+@runtime_checkable
+class Guarded(Protocol):
+    """A resource that the kubelet asks back about before it starts a container with its devices."""
+
+    async def before_start(self, ids: Sequence[str]) -> None:
+        """An ``AmdvgpuError`` keeps that container from starting, and its text is in the pod's events."""
         ...
 
 

@@ -68,18 +68,18 @@ class Api:
     def node(self, name: str) -> Any:
         return self.get(f"/api/v1/nodes/{name}")
 
-    def pod(self, name: str) -> Any:
-        return self.get(f"{PODS}/{name}")
+    def pod(self, name: str, namespace: str = "default") -> Any:
+        return self.get(f"/api/v1/namespaces/{namespace}/pods/{name}")
 
     def create_pod(self, pod: Mapping[str, Any]) -> Any:
-        return self.call("POST", PODS, pod)
+        return self.call("POST", f"/api/v1/namespaces/{pod['metadata'].get('namespace', 'default')}/pods", pod)
 
-    def delete_pod(self, name: str) -> None:
-        self.call("DELETE", f"{PODS}/{name}")
+    def delete_pod(self, name: str, namespace: str = "default") -> None:
+        self.call("DELETE", f"/api/v1/namespaces/{namespace}/pods/{name}")
 
-    def gone(self, name: str) -> bool:
+    def gone(self, name: str, namespace: str = "default") -> bool:
         try:
-            self.pod(name)
+            self.pod(name, namespace)
         except Refused as refused:
             if refused.code == 404:
                 return True

@@ -30,6 +30,8 @@ from tests.e2e.k8s.api import Api, eventually
 NODE: Final = "node-1"
 IMAGE: Final = "docker.io/library/glibc:1"
 CONTAINERD: Final = "/run/containerd/containerd.sock"
+ACCOUNT: Final = "system:serviceaccount:kube-system:amdvgpud"
+"""Whom the daemon speaks as where it runs in a pod."""
 ADMIN: Final = "an-administrators-token"
 _TOKENS: Final = f"""{ADMIN},admin,admin,"system:masters"
 a-kubelets-token,system:node:{NODE},kubelet,"system:nodes"
@@ -123,7 +125,11 @@ class Cluster:
         for line in (
             "mount -t tmpfs -o mode=755 var-lib /var/lib",
             "mount -t tmpfs -o mode=755 var-log /var/log",
-            "mkdir -p /var/lib/kubelet /var/lib/etcd /run/containerd /run/tunables",
+            "mkdir -p /var/lib/kubelet /var/lib/etcd /run/containerd /run/tunables /run/lib/upper /run/lib/work",
+            # A daemon in a pod puts the gate there.
+            "mount -t overlay lib /usr/lib -o lowerdir=/usr/lib,upperdir=/run/lib/upper,workdir=/run/lib/work",
+            # What a pod has from the node as it changes there has to be shared, as systemd makes it.
+            "mount --make-rshared /dev",
             "mount -t tmpfs tunables /run/tunables",
             *(
                 f"file=/run/tunables/$(basename {at}); echo {value} > $file; mount --bind $file /proc/sys/{at}"
@@ -187,11 +193,12 @@ class Cluster:
         )  # fmt: skip
 
     def start_apiserver(self) -> None:
-        """``audit.log`` in the folder has all that schedulers and daemon write to pods and nodes."""
+        """``audit.log`` in the folder: what schedulers and daemon write to pods and nodes; all that ACCOUNT asks."""
         at = self.folder
         kept: dict[str, Any] = {"level": "Request", "verbs": ["patch", "create"], "omitStages": ["RequestReceived"]}
         kept["resources"] = [{"group": "", "resources": ["nodes", "pods", "pods/binding"]}]
-        rules = [{"level": "None", "users": [f"system:node:{NODE}", "admin"]}, kept, {"level": "None"}]
+        asked = {"level": "Request", "users": [ACCOUNT], "omitStages": ["RequestReceived"]}
+        rules = [{"level": "None", "users": [f"system:node:{NODE}", "admin"]}, asked, kept, {"level": "None"}]
         policy = {"apiVersion": "audit.k8s.io/v1", "kind": "Policy", "rules": rules}
         (at / "audit-policy.json").write_text(json.dumps(policy))
         self.start(
@@ -278,7 +285,7 @@ class Cluster:
         with socket.socket() as line:
             return line.connect_ex(("127.0.0.1", self.ports[name])) == 0
 
-    def start_containerd(self, images: Mapping[str, Path]) -> None:
+    def start_containerd(self, images: Mapping[str, Path], *, cdi: bool = True) -> None:
         network = self.folder / "cni"
         network.mkdir(exist_ok=True)
         # Never called: all pods have the host's network. Without it the node would not be ready.
@@ -292,7 +299,7 @@ class Cluster:
             [grpc]
               address = "{CONTAINERD}"
             [plugins."io.containerd.grpc.v1.cri"]
-              enable_cdi = true
+              enable_cdi = {str(cdi).lower()}
               restrict_oom_score_adj = true
               sandbox_image = "{IMAGE}"
               [plugins."io.containerd.grpc.v1.cri".cni]
@@ -303,11 +310,18 @@ class Cluster:
         self.start("containerd", str(self.bin / "containerd"), f"--config={self.folder}/containerd.toml")
         self.ready("containerd", lambda: self.ctr("version").code == 0)
         for name, root in images.items():
-            archive = self.folder / "image.tar"
-            docker_archive(root, name, archive)
-            done = self.ctr("images", "import", str(archive))
-            assert done.code == 0, done.output
-            archive.unlink()
+            self.add_image(name, root)
+
+    def add_image(self, name: str, root: Path, command: Sequence[str] = ("/bin/sleep", "infinity")) -> None:
+        """``root`` (a tar of a root file system) as an image for pods; ``command`` is what it runs by itself."""
+        archive = self.folder / "image.tar"
+        docker_archive(root, name, archive, command)
+        done = self.ctr("images", "import", str(archive))
+        assert done.code == 0, done.output
+        archive.unlink()
+
+    def ctr(self, *argv: str) -> Finished:
+        return self.corner.run(str(self.bin / "ctr"), f"--address={CONTAINERD}", "--namespace=k8s.io", *argv)
 
     def start_kubelet(self) -> None:
         """Returns when the node is ready to run pods."""
@@ -352,16 +366,13 @@ class Cluster:
         count = self.api.node(NODE)["status"]["allocatable"].get(resource)
         return None if count is None else int(count)
 
-    def log_of(self, pod: str, container: str = "main") -> str:
+    def log_of(self, pod: str, container: str = "main", namespace: str = "default") -> str:
         """What the container has written so far, as the kubelet's log file of its first start has it."""
-        uid = self.api.pod(pod)["metadata"]["uid"]
-        path = self.corner.path(f"/var/log/pods/default_{pod}_{uid}/{container}/0.log")
+        uid = self.api.pod(pod, namespace)["metadata"]["uid"]
+        path = self.corner.path(f"/var/log/pods/{namespace}_{pod}_{uid}/{container}/0.log")
         if not path.exists():
             return ""
         return "".join(f"{line.split(' ', 3)[3]}\n" for line in path.read_text().splitlines())
-
-    def ctr(self, *argv: str) -> Finished:
-        return self.corner.run(str(self.bin / "ctr"), f"--address={CONTAINERD}", "--namespace=k8s.io", *argv)
 
     def end(self) -> None:
         containers = self.ctr("containers", "list", "--quiet").output.split() if "containerd" in self.programs else []
@@ -384,14 +395,14 @@ def certificates(folder: Path) -> None:
         subprocess.run(["openssl", *line.split()], cwd=folder, check=True, capture_output=True)
 
 
-def docker_archive(root: Path, name: str, archive: Path) -> None:
+def docker_archive(root: Path, name: str, archive: Path, command: Sequence[str]) -> None:
     """``root`` (a tar of a root file system) as an image that ``ctr images import`` takes: the form of docker save."""
     layer = root.read_bytes()
     settings: dict[str, Any] = {
         "architecture": "amd64",
         "os": "linux",
-        # The sandbox container runs this: a pause that needs no image of its own.
-        "config": {"Env": ["PATH=/usr/bin:/bin"], "Cmd": ["/bin/sleep", "infinity"]},
+        # In the image of all tests the sandbox container runs it: a pause that needs no image of its own.
+        "config": {"Env": ["PATH=/usr/sbin:/usr/bin:/sbin:/bin"], "Cmd": list(command)},
         "rootfs": {"type": "layers", "diff_ids": [f"sha256:{sha256(layer).hexdigest()}"]},
     }
     described = json.dumps(settings).encode()

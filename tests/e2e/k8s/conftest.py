@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -19,7 +20,8 @@ from tests.e2e.k8s.cluster import IMAGE, Cluster
 collect_ignore_glob = [] if "k8s" in os.environ.get("AMDVGPU_E2E", "").split(",") else ["test_*.py"]
 
 HERE: Final = Path(__file__).resolve().parent
-MANIFESTS: Final = HERE.parents[2] / "packaging/kubernetes/amdvgpud.yaml"
+REPOSITORY: Final = HERE.parents[2]
+MANIFESTS: Final = REPOSITORY / "packaging/kubernetes/amdvgpud.yaml"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -49,6 +51,27 @@ def hami_scheduler() -> Path:
         pytest.skip(f"NOT RUN: pods of HAMi's own scheduler. {built.stderr.strip()}; name one in AMDVGPU_E2E_HAMI")
     assert built.returncode == 0, built.stderr
     return Path(built.stdout.strip())
+
+
+@pytest.fixture(scope="session")
+def daemon_root() -> Path:
+    """The root file system of amdvgpud's own image, of the last commit: packages and image as they are for use."""
+    tree = subprocess.run(["git", "rev-parse", "HEAD^{tree}"], cwd=HERE, capture_output=True, text=True, check=True)
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    cache = Path(os.environ.get("AMDVGPU_E2E_CACHE") or Path(home, "amdvgpud-e2e"))
+    root = cache / f"daemon-image-{tree.stdout.strip()[:12]}.tar"
+    if not root.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache) as work:
+            build = ["packaging/build", "--into", work, "trixie"]
+            subprocess.run(build, cwd=REPOSITORY, stdout=subprocess.DEVNULL, check=True)
+            for old in cache.glob("daemon-image-*.tar"):
+                old.unlink()
+            environment = {**os.environ, "PACKAGES": f"{work}/trixie"}
+            build = ["packaging/container/build", "--root", f"{work}/root.tar"]
+            subprocess.run(build, cwd=REPOSITORY, env=environment, stdout=subprocess.DEVNULL, check=True)
+            Path(work, "root.tar").rename(root)
+    return root
 
 
 @pytest.fixture(scope="session")

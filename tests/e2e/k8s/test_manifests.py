@@ -15,7 +15,6 @@ pytestmark = [pytest.mark.root, pytest.mark.timeout(3000)]
 
 KUBERNETES: Final = Path(__file__).resolve().parents[3] / "packaging/kubernetes"
 FILES: Final = (KUBERNETES / "amdvgpud.yaml", *sorted((KUBERNETES / "examples").iterdir()))
-ACCOUNT: Final = "system:serviceaccount:kube-system:amdvgpud"
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)

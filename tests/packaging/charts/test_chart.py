@@ -19,7 +19,8 @@ CHART = KUBERNETES.parent / "helm/amdvgpud"
 VERSIONS = ("1.28", "1.31", "1.35", "1.37")
 VALUES: dict[str, dict[str, Any]] = {
     "the defaults": {},
-    "unprivileged": {"privileged": False},
+    "privileged": {"privileged": True, "capabilities": ["SYS_PTRACE"], "slicesTmpfs": {"enabled": True, "size": "1Gi"}},
+    "without devices of its own": {"ownDevices": False, "simulate": "mi300x", "resources": {}},
     "profiles": {
         "mode": ["profiles"],
         "profiles": {"25c-48g": {"compute": "25%", "vram": "48GiB"}, "all": {"compute": "100%", "vram": "180GiB"}},
@@ -35,7 +36,11 @@ VALUES: dict[str, dict[str, Any]] = {
         "settings": {"rest.tcp_details": True, "tick_s": 1, "metrics.compat": ["hami"]},
         "simulate": "2*mi300x",
         "kubeletDir": "/var/lib/k0s/kubelet",
-        "slicesTmpfs": {"enabled": False},
+        "slicesTmpfs": {"enabled": True},
+        "delivery": "cdi",
+        "runtimeConfig": "/etc/containerd/config.toml",
+        "port": 9000,
+        "capabilities": ["KILL", "SYS_PTRACE"],
         "serviceAccount": {"create": False, "name": "mine"},
         "rbac": {"create": False},
         "podAnnotations": {"a": "b"},
@@ -95,17 +100,57 @@ def test_the_nodes_status_is_its_own_only_where_amounts_are_said(manifests: Modu
         assert ({"apiGroups": [""], "resources": ["nodes/status"], "verbs": ["patch"]} in rules) is amounts
 
 
-def test_without_privilege_it_has_one_capability_and_the_usual_filter(manifests: ModuleType) -> None:
-    spec = of_kind(objects(manifests, {"privileged": False}), "DaemonSet")["spec"]["template"]["spec"]
-    (container,) = spec["containers"]
-    assert container["securityContext"] == {
-        "readOnlyRootFilesystem": True,
-        "privileged": False,
-        "allowPrivilegeEscalation": False,
-        "seccompProfile": {"type": "RuntimeDefault"},
-        "capabilities": {"drop": ["ALL"], "add": ["DAC_OVERRIDE"]},
-    }
+def pods_of(manifests: ModuleType, values: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The pods' specifications by the name of their DaemonSet."""
+    sets = [item for item in objects(manifests, values) if item["kind"] == "DaemonSet"]
+    return {item["metadata"]["name"]: item["spec"]["template"]["spec"] for item in sets}
+
+
+NO_RIGHTS = {
+    "readOnlyRootFilesystem": True,
+    "allowPrivilegeEscalation": False,
+    "seccompProfile": {"type": "RuntimeDefault"},
+    "capabilities": {"drop": ["ALL"]},
+}
+
+
+def test_by_default_nothing_is_privileged_and_no_capability_is_kept(manifests: ModuleType) -> None:
+    pods = pods_of(manifests, {})
+    assert list(pods) == ["amdvgpud", "amdvgpud-own-devices"]
+    for spec in pods.values():
+        assert [one["securityContext"] for one in spec["containers"]] == [NO_RIGHTS]
+        assert "initContainers" not in spec
+    assert pods["amdvgpud"]["containers"][0]["resources"]["limits"]["amdvgpu.io/daemon"] == 1
+    other = pods["amdvgpud-own-devices"]
+    assert "amdvgpu.io/daemon" not in other["containers"][0]["resources"]["limits"]
+    assert not {"hostPID", "hostNetwork"} & other.keys()
+
+
+def test_a_mount_for_the_node_is_made_by_a_container_that_ends(manifests: ModuleType) -> None:
+    spec = pods_of(manifests, {"slicesTmpfs": {"enabled": True}})["amdvgpud"]
+    (first,), (container,) = spec["initContainers"], spec["containers"]
+    assert (first["args"], first["securityContext"]["privileged"]) == (["mount-slices"], True)
+    assert [(m["name"], m["mountPropagation"]) for m in first["volumeMounts"]] == [("run", "Bidirectional")]
+    assert container["securityContext"] == NO_RIGHTS
     assert "SLICES_TMPFS" not in [one["name"] for one in container["env"]]
+
+
+def test_privilege_is_had_by_asking_for_it_and_takes_no_other_pod(manifests: ModuleType) -> None:
+    values = {"privileged": True, "slicesTmpfs": {"enabled": True}}
+    ((name, spec),) = pods_of(manifests, values).items()
+    (container,) = spec["containers"]
+    assert (name, container["securityContext"]) == ("amdvgpud", {"readOnlyRootFilesystem": True, "privileged": True})
+    given = {one["name"]: one.get("value") for one in container["env"]}
+    assert (given["KEEP_CAPABILITIES"], given["SLICES_TMPFS"]) == ("none", "256M")
+    assert "amdvgpu.io/daemon" not in container["resources"]["limits"]
+    assert "initContainers" not in spec
+
+
+def test_a_port_is_one_for_the_daemon_and_its_probes(manifests: ModuleType) -> None:
+    (container,) = pods_of(manifests, {"port": 9000})["amdvgpud"]["containers"]
+    assert {container[f"{which}Probe"]["httpGet"]["port"] for which in ("startup", "liveness", "readiness")} == {9000}
+    configuration = of_kind(objects(manifests, {"port": 9000}), "ConfigMap")["data"]["amdvgpud.toml"]
+    assert tomllib.loads(configuration)["rest"]["tcp"] == "127.0.0.1:9000"
 
 
 @pytest.mark.parametrize(
@@ -116,6 +161,8 @@ def test_without_privilege_it_has_one_capability_and_the_usual_filter(manifests:
         {"mode": ["dra"]},
         {"image": {"name": "x"}},
         {"slicesTmpfs": {"size": "1GB"}},
+        {"runtimeConfig": "config.toml"},
+        {"delivery": "both"},
     ],
     ids=str,
 )

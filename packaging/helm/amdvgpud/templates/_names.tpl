@@ -16,3 +16,12 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- define "amdvgpud.serviceAccount" -}}
 {{ .Values.serviceAccount.name | default (include "amdvgpud.name" .) }}
 {{- end }}
+
+{{- define "amdvgpud.image" -}}
+{{ printf "%s:%s" .Values.image.repository (.Values.image.tag | default .Chart.AppVersion) | quote }}
+{{- end }}
+
+{{- define "amdvgpud.ownDevicesSelector" -}}
+app.kubernetes.io/name: {{ .Chart.Name }}-own-devices
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
