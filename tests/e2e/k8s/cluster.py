@@ -29,6 +29,8 @@ from tests.e2e.k8s.api import Api, eventually
 
 NODE: Final = "node-1"
 IMAGE: Final = "docker.io/library/glibc:1"
+STATIC: Final = "docker.io/library/static:1"
+"""One static program, /bin/cat."""
 CONTAINERD: Final = "/run/containerd/containerd.sock"
 ACCOUNT: Final = "system:serviceaccount:kube-system:amdvgpud"
 """Whom the daemon speaks as where it runs in a pod."""
@@ -366,19 +368,23 @@ class Cluster:
         count = self.api.node(NODE)["status"]["allocatable"].get(resource)
         return None if count is None else int(count)
 
-    def log_of(self, pod: str, container: str = "main", namespace: str = "default") -> str:
-        """What the container has written so far, as the kubelet's log file of its first start has it."""
+    def log_of(self, pod: str, container: str = "main", namespace: str = "default", start: int = 0) -> str:
+        """What the container has written so far, as the kubelet's log file of its ``start``-th start has it."""
         uid = self.api.pod(pod, namespace)["metadata"]["uid"]
-        path = self.corner.path(f"/var/log/pods/{namespace}_{pod}_{uid}/{container}/0.log")
+        path = self.corner.path(f"/var/log/pods/{namespace}_{pod}_{uid}/{container}/{start}.log")
         if not path.exists():
             return ""
         return "".join(f"{line.split(' ', 3)[3]}\n" for line in path.read_text().splitlines())
 
     def end(self) -> None:
+        self.kill(*self.programs)
+
+    def kill(self, *programs: str) -> None:
+        """These, the last one first, and all containers."""
         containers = self.ctr("containers", "list", "--quiet").output.split() if "containerd" in self.programs else []
-        for program in reversed(self.programs.values()):
+        for name in reversed(programs):
             with contextlib.suppress(subprocess.TimeoutExpired):
-                program.end(signal.SIGKILL)
+                self.programs[name].end(signal.SIGKILL)
         self.corner.run("sh", "-c", _END_CONTAINERS, "sh", *containers)
 
 

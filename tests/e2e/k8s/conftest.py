@@ -14,7 +14,7 @@ import yaml
 
 from tests.e2e.conftest import _corner
 from tests.e2e.k8s.api import Api
-from tests.e2e.k8s.cluster import IMAGE, Cluster
+from tests.e2e.k8s.cluster import IMAGE, STATIC, Cluster
 
 # On demand: it compiles a kubelet. Asked for, it runs or fails; not asked for, its files are not even read.
 collect_ignore_glob = [] if "k8s" in os.environ.get("AMDVGPU_E2E", "").split(",") else ["test_*.py"]
@@ -76,14 +76,18 @@ def daemon_root() -> Path:
 
 @pytest.fixture(scope="session")
 def cluster(
-    programs: Path, containers_conf: Path, glibc_tar: Path, tmp_path_factory: pytest.TempPathFactory
+    programs: Path,
+    containers_conf: Path,
+    glibc_tar: Path,
+    static_tar: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Cluster]:
     """A cluster node that is ready, without a device plugin and without HAMi."""
     for corner in _corner(containers_conf, "runc", "as-is", {}):
         made = Cluster.prepare(corner, programs, tmp_path_factory.mktemp("cluster"))
         try:
             made.start_etcd()
-            made.start_containerd({IMAGE: glibc_tar})
+            made.start_containerd({IMAGE: glibc_tar, STATIC: static_tar})
             made.start_apiserver()
             made.start_scheduler()
             made.start_kubelet()

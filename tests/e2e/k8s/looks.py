@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import time
 from functools import partial
 from typing import Any, Final
 
 from tests.e2e.k8s.api import eventually
-from tests.e2e.k8s.cluster import Cluster
+from tests.e2e.k8s.cluster import Cluster, Program
 
 GIB: Final = 2**30
 
@@ -39,6 +40,19 @@ def why(cluster: Cluster, name: str) -> str:
             *[f"  {line}" for line in log if f'"default/{name}"' in line or found["metadata"]["uid"] in line][-20:],
         ]
     )
+
+
+def masks_told(cluster: Cluster, before: int = 0) -> list[tuple[int, int]]:
+    """(gpu_id, CU mask) of each queue that the simulated KFD was told of, since its log was ``before`` bytes long."""
+    log = cluster.corner.path("/run/amdvgpud/simulated/log.jsonl").read_bytes()[before:]
+    told = [line for line in map(json.loads, log.splitlines()) if line["op"] == "SET_CU_MASK"]
+    return [(line["gpu"], int(line["mask"], 16)) for line in told]
+
+
+def said_s(program: Program, words: str) -> float:
+    """Unix time of the last line of the daemon's log that has ``words``, as the line itself gives it."""
+    *_, line = (line for line in program.log.read_text().splitlines() if words in line)
+    return time.mktime(time.strptime(line[:19], "%Y-%m-%d %H:%M:%S")) + int(line[20:23]) / 1000
 
 
 def written(cluster: Cluster, name: str) -> bool:

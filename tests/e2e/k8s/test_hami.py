@@ -19,7 +19,7 @@ from amdvgpud.core import hami
 from tests.e2e.conftest import BIN
 from tests.e2e.k8s.api import PODS, Api, eventually
 from tests.e2e.k8s.cluster import NODE, Cluster, Service, daemon, pod
-from tests.e2e.k8s.looks import GIB, answers, ended, removed, why, written
+from tests.e2e.k8s.looks import GIB, answers, ended, masks_told, removed, why, written
 from tests.e2e.k8s.many import Standing, come_and_go
 
 pytestmark = [pytest.mark.root, pytest.mark.timeout(3000)]
@@ -142,6 +142,7 @@ def slice_of(cluster: Cluster, name: str) -> list[tuple[int, int]]:
 
 @pytest.mark.usefixtures("served")
 def test_a_pod_of_a_quarter_and_16_gib_is_held_to_it(cluster: Cluster) -> None:
+    before = len(masks_told(cluster))
     cluster.api.create_pod(pod("quarter", "kfdclient", "--step", "8G", "--queue", limits=QUARTER))
     assert ended(cluster, "quarter") == "Succeeded"
     made = cluster.api.pod("quarter")
@@ -149,6 +150,7 @@ def test_a_pod_of_a_quarter_and_16_gib_is_held_to_it(cluster: Cluster) -> None:
     log = cluster.log_of("quarter")
     assert answers(log, "gpu", "total") == [(16 * GIB,)]
     assert answers(log, "alloc", "result") == [("ok",), ("ok",), ("ENOMEM",)]
+    assert [mask.bit_count() for _, mask in masks_told(cluster)[before:]] == [72]  # of its queue: 76 down to whole XCCs
     told = notes_of(cluster, "quarter")
     assert told["hami.io/bind-phase"] == "success"
     assert told["hami.io/amd-devices-to-allocate"] == ";"
@@ -184,13 +186,15 @@ def test_a_gpu_that_is_full_for_hami_leaves_the_pod_pending_and_the_lock_free(cl
 
 @pytest.mark.usefixtures("served")
 def test_a_whole_gpu_has_no_mask_and_no_library(cluster: Cluster) -> None:
-    script = "ls -A /run/amdvgpu /etc/ld.so.preload; env | grep -c HSA_CU_MASK; kfdclient --count 1"
+    look = "cat /etc/ld.so.preload; ls /usr/local/vgpu /run/amdvgpu 2>/dev/null"
+    script = f"{look}; env | grep -c HSA_CU_MASK; kfdclient --count 1"
     cluster.api.create_pod(pod("whole", "sh", "-c", script, limits={"amd.com/gpu": 1}))
     assert ended(cluster, "whole") == "Succeeded"
     log = cluster.log_of("whole")
     ((total,),) = answers(log, "gpu", "total")
     assert total > 191 * GIB
     assert "\n0\n" in f"\n{log}"
+    assert [name for name in ("libamdvgpu", "libamvgpu", "slice.json") if name in log] == []
     removed(cluster, "whole")
 
 

@@ -4,6 +4,7 @@ a container that is held, its end. The scheduler itself is in test_hami.py."""
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -13,20 +14,23 @@ import pytest
 from amdvgpud.core import hami
 from tests.e2e.k8s.api import eventually
 from tests.e2e.k8s.cluster import NODE, Cluster, Program, daemon, pod
+from tests.e2e.k8s.looks import masks_told, said_s
 from tests.e2e.k8s.many import come_and_go
 
 pytestmark = [pytest.mark.root, pytest.mark.timeout(3000)]
 
 REGISTERED = "registered with the kubelet"
 AMOUNTS = {"amd.com/gpumem": 2 * 196592, "amd.com/gpucores": 200}
-SLICE = "cat /run/amdvgpu/*/slice.json; env | grep -c LD_AUDIT; ls /usr/local/vgpu; sleep "
+QUEUE = "kfdclient --queue --count 0 >/dev/null"
+SLICE = f"{QUEUE}; cat /run/amdvgpu/*/slice.json; env | grep -c LD_AUDIT; ls /usr/local/vgpu; sleep "
 
 
-@pytest.fixture(scope="module")
-def served(cluster: Cluster) -> Iterator[Program]:
+@pytest.fixture(scope="module", params=["nodes", "cdi"])
+def served(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[Program]:
     access = str(cluster.folder / "admin.kubeconfig")
     options = (
         "--kubelet-mode=hami",
+        f"--kubelet-delivery={request.param}",
         f"--kube-config={access}",
         f"--kube-node-name={NODE}",
         "--tick-s=0.5",
@@ -34,10 +38,12 @@ def served(cluster: Cluster) -> Iterator[Program]:
     )
     with daemon(cluster, "--simulate=2*mi300x", *options) as program:
         eventually("the GPUs", lambda: cluster.allocatable("amd.com/gpu") == 20, 120)
+        assert time.time() - said_s(program, REGISTERED) < 2
         yield program
     eventually("no GPU", lambda: not cluster.allocatable("amd.com/gpu"))
     with daemon(cluster, "--simulate=2*mi300x", *options[:-1]):
         eventually("no amounts", lambda: not any(amounts(cluster).values()))
+    eventually("no GPU again", lambda: not cluster.allocatable("amd.com/gpu"))
 
 
 def notes(cluster: Cluster, name: str | None = None) -> Mapping[str, str]:
@@ -93,10 +99,12 @@ def gone(cluster: Cluster, *names: str) -> None:
 
 @pytest.mark.usefixtures("served")
 def test_two_pods_on_one_gpu_are_held_to_disjoint_shares_and_give_them_back(cluster: Cluster) -> None:
+    before = len(masks_told(cluster))
     for name in ("left", "right"):
         made = pod(name, "sh", "-c", SLICE + "infinity", limits={"amd.com/gpu": 1})
         schedule(cluster, made, (0, 16384, 152))
     left, right = (mask_of(cluster, name) for name in ("left", "right"))
+    assert sorted(mask for _, mask in masks_told(cluster)[before:]) == sorted((left, right))  # what their queues got
     assert (left.bit_count(), right.bit_count(), left & right) == (152, 152, 0)
     assert notes(cluster, "left")[hami.BIND_PHASE] == hami.SUCCESS
     assert "libamvgpu.so" in cluster.log_of("left")

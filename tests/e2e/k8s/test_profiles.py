@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import time
 from collections.abc import Collection, Iterator
@@ -10,10 +11,11 @@ from typing import Any, Final, NamedTuple
 
 import pytest
 
-from tests.e2e.conftest import BIN
+from amdvgpud.sim.driver import SimulatedDriver
+from amdvgpud.sim.models import parse_simulation
 from tests.e2e.k8s.api import eventually
 from tests.e2e.k8s.cluster import Cluster, Program, daemon, pod
-from tests.e2e.k8s.looks import GIB, answers, ended, removed, written
+from tests.e2e.k8s.looks import GIB, answers, ended, masks_told, removed, said_s, written
 from tests.e2e.k8s.many import come_and_go
 
 pytestmark = [pytest.mark.root, pytest.mark.timeout(3000)]
@@ -25,21 +27,23 @@ REGISTERED: Final = "registered with the kubelet"
 class Served(NamedTuple):
     daemon: Program
     allocatable_s: float
-    """From the registration until the API said that the resource is allocatable."""
+    """From the registration, by the daemon's own log, until the API said that the resource is allocatable."""
 
 
-@pytest.fixture(scope="module")
-def served(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+@pytest.fixture(scope="module", params=["nodes", "cdi"])
+def served(
+    cluster: Cluster, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[Served]:
     file = tmp_path_factory.mktemp("profiles") / "amdvgpud.toml"
     file.write_text(
-        'simulate = "2*mi300x"\ntick_s = 0.2\nkubelet.mode = ["profiles"]\n'
+        'simulate = "2*mi300x"\ntick_s = 0.2\nhealth.pulse_s = 0.5\nhealth.good_looks = 1\n'
+        f'kubelet.mode = ["profiles"]\nkubelet.delivery = "{request.param}"\n'
         'kubelet.profiles.25c-48g = {compute = "25%", vram = "48GiB"}\n'
     )
     with daemon(cluster, "--config", str(file)) as running:
-        eventually("the registration", lambda: REGISTERED in running.log.read_text(), 30)
-        registered_s = time.monotonic()
         eventually("the profile", lambda: cluster.allocatable(PROFILE), 30)
-        yield Served(running, time.monotonic() - registered_s)
+        yield Served(running, time.time() - said_s(running, REGISTERED))
+    eventually("nothing to be offered", lambda: not cluster.allocatable(PROFILE))
 
 
 def offers(cluster: Cluster, count: int) -> bool:
@@ -64,7 +68,9 @@ def test_a_process_of_the_pod_is_held_to_its_quota(cluster: Cluster) -> None:
 
 @pytest.mark.usefixtures("served")
 def test_two_pods_have_compute_units_of_their_own(cluster: Cluster) -> None:
-    script = "cat /run/amdvgpu/*/slice.json; sleep infinity"
+    """By what they are shown, and by what the KFD was told for their queues."""
+    before = len(masks_told(cluster))
+    script = "kfdclient --queue --count 0 >/dev/null; cat /run/amdvgpu/*/slice.json; sleep infinity"
     for name in ("one", "two"):
         cluster.api.create_pod(pod(name, "sh", "-c", script, limits={PROFILE: 1}))
     masks = []
@@ -75,15 +81,19 @@ def test_two_pods_have_compute_units_of_their_own(cluster: Cluster) -> None:
     (first_gpu, first), (second_gpu, second) = masks
     assert [first.bit_count(), second.bit_count()] == [64, 64]  # whole rows: 25 % of 304, rounded down
     assert first_gpu != second_gpu or not first & second
+    assert sorted(masks_told(cluster)[before:]) == sorted(masks)
     removed(cluster, "one", "two")
 
 
-@pytest.mark.usefixtures("served")
-def test_a_gpu_that_is_unhealthy_offers_nothing_until_it_is_well(cluster: Cluster) -> None:
-    for word, left in (("unhealthy", 3), ("none", 6)):
-        done = cluster.corner.run(str(BIN / "amdvgpuctl"), "gpu", "health", "1", "--override", word)
-        assert done.code == 0, done.output
+def test_a_gpu_whose_driver_fails_is_taken_from_the_kubelet_and_given_back(cluster: Cluster, served: Served) -> None:
+    """A pulse finds it; from then on a second, of which the kubelet's own status takes half of one here."""
+    root = cluster.corner.path("/run/amdvgpud/simulated")
+    simulation = parse_simulation("2*mi300x")
+    driver = SimulatedDriver(simulation, root)
+    for fault, word, left in ((errno.EIO, "(gpu.unhealthy)", 3), (None, "(gpu.healthy)", 6)):
+        driver.set_fault(simulation.gpus[1].pci_address, fault)
         eventually(f"{left} to be allocatable", partial(offers, cluster, left), 10)
+        assert time.time() - said_s(served.daemon, word) < 1.5
 
 
 def test_the_kubelet_comes_back_and_finds_all_again(cluster: Cluster, served: Served) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from functools import partial
 from typing import Final
@@ -11,7 +12,7 @@ import pytest
 from tests.e2e.conftest import BIN
 from tests.e2e.k8s.api import eventually
 from tests.e2e.k8s.cluster import Cluster, daemon, pod
-from tests.e2e.k8s.looks import answers, ended, removed
+from tests.e2e.k8s.looks import answers, ended, removed, said_s
 
 pytestmark = [pytest.mark.root, pytest.mark.timeout(3000)]
 
@@ -22,8 +23,9 @@ LOOK: Final = "cat /etc/ld.so.preload; ls /dev/dri; ls /run/amdvgpu 2>/dev/null;
 @pytest.fixture(params=["nodes", "cdi"])
 def served(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[None]:
     options = ("--simulate", "2*mi300x", "--kubelet-mode", "whole", "--kubelet-delivery", request.param)
-    with daemon(cluster, *options):
+    with daemon(cluster, *options) as running:
         eventually("two GPUs", partial(offers, cluster, 2), 60)
+        assert time.time() - said_s(running, "registered with the kubelet") < 2
         yield
     eventually("no GPU", partial(offers, cluster, 0), 30)  # the next daemon's are not these
 
