@@ -54,9 +54,17 @@ def notes(cluster: Cluster, name: str | None = None) -> Mapping[str, str]:
 
 def schedule(cluster: Cluster, made: dict[str, Any], *grants: tuple[int, int, int]) -> None:
     """What HAMi's Filter and Bind do; ``grants``: (rank of the GPU, MiB, CUs) of each of its containers."""
+    bind(cluster, made, "".join(f"{chosen(cluster, *grant)};" for grant in grants))
+
+
+def chosen(cluster: Cluster, at: int, mib: int, cus: int) -> str:
+    """One GPU, in the scheduler's words."""
+    gpu = hami.parse_registration(notes(cluster)[hami.REGISTRATION])[at]
+    return f"{gpu['id']},{gpu['type']},{mib},{cus}:"
+
+
+def bind(cluster: Cluster, made: dict[str, Any], text: str) -> None:
     eventually("the lock to be free", lambda: hami.LOCK not in notes(cluster))
-    gpus = hami.parse_registration(notes(cluster)[hami.REGISTRATION])
-    text = "".join(f"{gpus[at]['id']},{gpus[at]['type']},{mib},{cus}:;" for at, mib, cus in grants)
     name = made["metadata"]["name"]
     made["metadata"]["labels"] = {"hami.io/webhook": "ignore"}
     made["metadata"]["annotations"] = {
