@@ -36,7 +36,9 @@ def leases(cluster: Cluster) -> str:
 
 def test_a_pod_keeps_its_whole_gpu(cluster: Cluster) -> None:
     with serving(cluster, "whole", devices=2):
-        cluster.api.create_pod(pod("whole", "sh", "-c", "kfdclient --step 1G --count 1 --hold", limits={GPU: 1}))
+        # A client whose standard input ends would end too, and with it the kubelet's word that the pod has a GPU.
+        holds = "sleep infinity | kfdclient --step 1G --count 1 --hold"
+        cluster.api.create_pod(pod("whole", "sh", "-c", holds, limits={GPU: 1}))
         eventually("its process", lambda: answers(cluster.log_of("whole"), "alloc", "result"))
         before = slices(cluster)
     with serving(cluster, "whole", devices=2) as again:
