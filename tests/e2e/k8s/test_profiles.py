@@ -41,6 +41,7 @@ def served(
         'kubelet.profiles.25c-48g = {compute = "25%", vram = "48GiB"}\n'
     )
     with daemon(cluster, "--config", str(file)) as running:
+        eventually("the registration", lambda: REGISTERED in running.log.read_text(), 30)
         eventually("the profile", lambda: cluster.allocatable(PROFILE), 30)
         yield Served(running, time.time() - said_s(running, REGISTERED))
     eventually("nothing to be offered", lambda: not cluster.allocatable(PROFILE))
