@@ -114,9 +114,9 @@ def _without_cgroups(parent: str) -> bool:
 def machine(reader: Machine, tmp_path: Path) -> Iterator[Callable[[str], Machine]]:
     """``machine("mi300x")``: the reader's machine with a fresh daemon that simulates these GPUs."""
     started: list[subprocess.Popen[bytes]] = []
+    log = tmp_path / "daemon.log"
 
     def start(simulated: str) -> Machine:
-        log = tmp_path / "daemon.log"
         command = (str(BIN / "amdvgpud"), "--simulate", simulated, "--tick-s", "0.2", "--rest-tcp", "127.0.0.1:9841")
         started.append(reader.start(*command, log=log))
         socket = str(reader.corner.path("/run/amdvgpud/api.sock"))
@@ -132,7 +132,10 @@ def machine(reader: Machine, tmp_path: Path) -> Iterator[Callable[[str], Machine
         return reader
 
     yield start
+    ended = [daemon.poll() for daemon in started]
     for daemon in started:
         daemon.terminate()
         daemon.wait(20)
     reader.corner.run("sh", "-c", "rm -rf /var/lib/amdvgpud /run/amdvgpud /run/cdi/*; rm -rf /etc/amdvgpud/*")
+    # One that has ended in the midst of a page says why in its own words only.
+    assert ended == [None] * len(started), log.read_text()

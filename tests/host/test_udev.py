@@ -58,12 +58,13 @@ def in_a_corner(scenario: str) -> Any:
 
 @pytest.mark.root
 def test_a_thousand_events_in_a_second_are_one_scan_and_none_is_missed() -> None:
+    """The loop turns between them and never rests: on a busy machine a pause of the sender can be a quiet moment."""
     seen, scans = in_a_corner(f"""
 async def scenario(watch):
     for number in range(1000):
         send(("add", "remove", "change")[number % 3], "{GPU}")
         if number % 20 == 19:
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0)
     await until(lambda: scans)
     await asyncio.sleep(0.5)
     return [sum(watch.seen.values()), len(scans)]
