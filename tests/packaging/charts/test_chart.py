@@ -129,7 +129,8 @@ def test_by_default_nothing_is_privileged_and_no_capability_is_kept(manifests: M
 def test_a_mount_for_the_node_is_made_by_a_container_that_ends(manifests: ModuleType) -> None:
     spec = pods_of(manifests, {"slicesTmpfs": {"enabled": True}})["amdvgpud"]
     (first,), (container,) = spec["initContainers"], spec["containers"]
-    assert (first["args"], first["securityContext"]["privileged"]) == (["mount-slices"], True)
+    assert first["command"] == ["/usr/lib/amdvgpud/entry", "mount-slices"]
+    assert first["securityContext"]["privileged"] is True
     assert [(m["name"], m["mountPropagation"]) for m in first["volumeMounts"]] == [("run", "Bidirectional")]
     assert container["securityContext"] == NO_RIGHTS
     assert "SLICES_TMPFS" not in [one["name"] for one in container["env"]]
