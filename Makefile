@@ -112,6 +112,7 @@ charts: build/.tested
 	AMDVGPU_E2E=charts $(BIN)/pytest tests/packaging/charts tests/packaging/test_manifests.py $(ARGS)
 
 e2e-k8s: build/.tested
+	scripts/setup packages
 	AMDVGPU_E2E=k8s $(BIN)/pytest tests/e2e/k8s $(ARGS)
 
 # make e2e-dmem  the kernel's VRAM cap on containers and commands, on a kernel that has it, in an emulated machine (root; builds that
