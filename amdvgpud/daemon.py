@@ -263,8 +263,12 @@ class Daemon:
     async def _pulse(self) -> None:
         if not self._settings.health_pulse_s:
             return
+        before = self._parts.node.view().inventory
         try:
             await self._parts.watch.pulse()
+            if self._parts.node.view().inventory is not before:  # it has had to scan
+                self._parts.kfd.refresh()
+                await self._look_at_containers()
         except (AmdvgpuError, OSError) as error:
             log.warning(
                 "A look at the GPUs failed, the next one is due in %g s: %s", self._settings.health_pulse_s, error

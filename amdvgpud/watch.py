@@ -92,8 +92,9 @@ class HealthWatch:
         for notice in notices:
             self._tell(notice)
             if notice.finding is not None:
-                good.pop(notice.gpu, None)
-                self._bad_news[notice.gpu] = self._bad_news.get(notice.gpu, 0) + 1
+                if notice.finding.lasting:  # what passes by itself is no later word on a fault that does not
+                    good.pop(notice.gpu, None)
+                    self._bad_news[notice.gpu] = self._bad_news.get(notice.gpu, 0) + 1
                 await self._judge(Look(False, frozenset({notice.gpu}), (notice.finding,)))
             elif notice.good:
                 known, _ = good.get(notice.gpu, (notice, 0))

@@ -64,26 +64,30 @@ class KfdChildren:
         self._may.set()
         self._held = 0
         self._turn = asyncio.Lock()
-        """One child at a time."""
+        """The listener's."""
+        self._probing = asyncio.Lock()
         self._listener: Process | None = None
+        self._listens = False
+        """The turn is a listener's, be there a child yet or not."""
         self._dismissed = False
         self._ids: dict[int, GpuId] = {}
         self._heard_of: tuple[dict[int, GpuId], int] = ({}, 0)
         """What the listener was started for, and in which generation of the topology."""
-        self._own: set[int] = set()
+        self._living: set[int] = set()
+        self._own: frozenset[int] = frozenset()
         self._told: str = ""
 
     # ----------------------------------------------------------------------------------------------------- holding
 
     def own_pids(self) -> frozenset[int]:
         """Pids of ours in kfd/proc, also of a child that has just ended: the kernel clears up a moment later."""
-        return frozenset(self._own)
+        return self._own
 
     async def let_go(self) -> None:
         self._held += 1
         self._may.clear()
         self._dismiss()
-        async with self._turn:  # whoever runs has ended
+        async with self._turn, self._probing:  # whoever runs has ended
             return
 
     def take_up(self) -> None:
@@ -97,7 +101,7 @@ class KfdChildren:
         A GPU that its driver let go and took again has the same id, and what listened to it before is deaf: the
         kernel's listener hangs on the node that is gone (``kfd_smi_events.c``). Each such change is a new generation.
         """
-        if self._listener is not None and (self._wanted(), self._inventory().generation_id) != self._heard_of:
+        if self._listens and (self._wanted(), self._inventory().generation_id) != self._heard_of:
             self._dismiss()
 
     def _dismiss(self) -> None:
@@ -137,12 +141,14 @@ class KfdChildren:
         async with self._turn:
             if not self._may.is_set():
                 return True
-            self._dismissed = False
+            self._dismissed, self._listens = False, True
             self._ids = self._wanted()
             self._heard_of = (self._ids, self._inventory().generation_id)
             try:
                 async with self._child(*map(str, self._ids)) as child:
                     self._listener = child
+                    if self._dismissed:  # while it was being started
+                        self._dismiss()
                     assert child.stdout is not None  # noqa: S101
                     while line := await child.stdout.readline():
                         await self._take(line.decode("ascii", "replace").strip())
@@ -151,7 +157,7 @@ class KfdChildren:
             except ValueError:  # a line without an end
                 self._say("what came was no line")
             finally:
-                self._listener = None
+                self._listener, self._listens = None, False
             return self._dismissed
 
     async def _take(self, line: str) -> None:
@@ -174,11 +180,11 @@ class KfdChildren:
     # ----------------------------------------------------------------------------------------------------- probing
 
     async def examine(self, inventory: Inventory) -> Examination | None:
-        """Whether /dev/kfd opens. While a child listens it does, and while a GPU is cut anew nobody asks."""
-        # A turn that is taken is a listener's, also one that is only just starting: it may last for ever.
-        if not inventory.gpus or self._turn.locked() or not self._may.is_set():
+        """Whether /dev/kfd opens, also beside a listener: it was open before a reset that shuts it for others. While a
+        GPU is cut anew nobody asks."""
+        if not inventory.gpus or not self._may.is_set():
             return Examination()
-        async with self._turn:
+        async with self._probing:
             if not self._may.is_set():
                 return Examination()
             try:
@@ -203,10 +209,12 @@ class KfdChildren:
             stderr=DEVNULL,
             env=None if self._environment is None else {**os.environ, **self._environment},
         )
-        self._own = {child.pid}
+        self._living.add(child.pid)
+        self._own = frozenset(self._living)
         try:
             yield child
         finally:
+            self._living.discard(child.pid)
             assert child.stdin is not None  # noqa: S101
             child.stdin.close()
             try:

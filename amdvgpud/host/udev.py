@@ -123,10 +123,12 @@ class UeventWatch:
         subsystem, action = str(device.subsystem), str(device.action)
         known = subsystem if subsystem in SUBSYSTEMS else "other", action if action in ACTIONS else "other"
         self.seen[known] += 1
-        parent, card, _ = device.device_path.partition("/drm/card")
+        parent, card, rest = device.device_path.partition("/drm/card")
         functions = _PCI_FUNCTION.findall(parent)
-        if subsystem != "drm" or not card or not functions:
-            return  # a partition's card is no PCI device's; what goes wrong with its GPU is said at the GPU's
+        if subsystem != "drm" or not card or "/" in rest or not functions:
+            # A connector of a card that goes is a monitor that was unplugged. A partition's card is no PCI device's; what
+            # goes wrong with its GPU is said at the GPU's.
+            return
         methods = device.properties.get("WEDGED")
         if action == "remove":
             self._said(DriverWord(functions[-1], None))

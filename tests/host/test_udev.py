@@ -93,6 +93,7 @@ async def scenario(watch):
     send("change", "/devices/platform/amdgpu_xcp_3/drm/card9", WEDGED="none")
     send("remove", "/devices/platform/amdgpu_xcp_3/drm/card9")
     send("remove", "{GPU.replace("card1", "renderD128")}")
+    send("remove", "{GPU}/card1-DP-3")
     send("remove", "{GPU}")
     await until(lambda: len(said) == 2)
     early = not scans

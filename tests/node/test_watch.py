@@ -223,6 +223,16 @@ async def test_within_one_report_too_the_last_word_counts(bench: Bench) -> None:
     assert bench.conditions()[bench.first] == "unhealthy"
 
 
+async def test_a_gpu_that_slows_down_after_its_reset_has_recovered_all_the_same(bench: Bench) -> None:
+    throttled = smi_notice(bench.first, "2 10:3")
+    assert throttled is not None
+    await bench.watch.pulse()
+    await bench.watch.hear([wedged(bench.first, "rebind"), wedged(bench.first, "none"), throttled])
+    for _ in range(3):
+        await bench.watch.pulse()
+    assert bench.conditions()[bench.first] == "healthy"
+
+
 async def test_counters_read_before_a_reset_are_not_judged_after_it(bench: Bench) -> None:
     """Else they would seem to have gone back, and what a reset had counted would then count as new."""
     over = smi_notice(bench.first, "4 1")

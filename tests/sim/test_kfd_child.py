@@ -139,6 +139,28 @@ async def test_a_gpu_that_came_anew_under_its_old_id_is_listened_to_anew(bench: 
         await made.until(lambda: made.children.own_pids() != before and made.listening())
 
 
+async def test_a_listener_that_is_starting_lets_go_too(bench: MakeBench) -> None:
+    made = bench("2*rx7900xtx")
+    async with made.running():
+        await asyncio.sleep(0)  # the listener has its turn, and there is no child yet
+        async with asyncio.timeout(20):
+            await made.children.let_go()
+        assert made.shown() == set()
+
+
+async def test_a_reset_shows_beside_a_listener_that_had_the_kfd_open_before(bench: MakeBench) -> None:
+    made = bench("rx7900xtx")
+    (gpu,) = made.inventory().gpus
+    async with made.running():
+        await made.until(made.listening)
+        listener = made.children.own_pids()
+        made.driver.set_fault(gpu.pci_address, errno.EBUSY)
+        examination = await made.children.examine(made.inventory())
+        assert examination is not None
+        assert listener < made.children.own_pids()
+        assert made.shown() == listener
+
+
 async def test_a_listener_that_is_starting_keeps_no_pulse_waiting(bench: MakeBench) -> None:
     made = bench("2*rx7900xtx")
     async with made.running():
