@@ -97,8 +97,13 @@ class Caps(Protocol):
     def apply(self, wanted: Mapping[str, Mapping[str, int]]) -> Mapping[str, str]:
         """Make these the caps in force, and lift those that were set before and are not among them.
 
-        The answer is for each cgroup why it is not capped; empty: it is, as read back. Applying twice equals once.
+        Where processes are in one of those still, it keeps its cap until they have gone. The answer is for each wanted
+        cgroup why it is not capped; empty: it is, as read back. Applying twice equals once.
         """
+        ...
+
+    def lift_all(self) -> None:
+        """Lift whatever was set."""
         ...
 
 
@@ -195,6 +200,12 @@ class Containers:
         gate = await self._verdict(root, report.bundle) if limited else Verdict(True)
         container = replace(self._container(report.slice, seen, reported=True), id=report.id, gate=gate)
         key = (container.slice, container.id)
+        known = self._all.get(key)
+        if known is not None and known.pid != container.pid and self._processes.alive(known.pid, known.start_ticks):
+            # In a cgroup that names no container anybody can take another one's id, and with it its place.
+            why = f"a container of that id has it already (pid {known.pid})"
+            log.warning("%s: a report of container %.64s is not believed: %s", report.slice, report.id, why)
+            return None if self._policy is ImagePolicy.SHOW else self._unenforced(report.slice, why)
         async with self._changing:
             await self._become({**self._all, key: container})
             container = self._all.get(key, container)
@@ -290,12 +301,13 @@ class Containers:
         lack = await asyncio.to_thread(self._caps.lack)
         if not self._capping:
             if lack is None:
-                await asyncio.to_thread(self._caps.apply, {})
+                await asyncio.to_thread(self._caps.lift_all)
             return {key: replace(c, cap=None, quotas={}) for key, c in containers.items()}
         view = self._node.view()
         for key, container in containers.items():
             if (item := _slice_of(container, view.book.slices)) is not None:
-                containers[key] = replace(container, quotas=quotas(item, view.inventory))
+                # Of a GPU that is not in the inventory now, what was known: its region may be there all the same.
+                containers[key] = replace(container, quotas={**container.quotas, **quotas(item, view.inventory)})
         answers: Mapping[str, str] = {}
         if lack is None:
             wanted = wanted_caps(containers.values(), self._allowance_bytes)

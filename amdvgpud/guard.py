@@ -217,9 +217,11 @@ class Guard:
             readings = [usage for usage in (before.get(name), view.usage.get(name)) if usage is not None]
             for share in item.shares:
                 partition = view.inventory.partition(share.partition)
-                if partition is None:
-                    continue
                 key = (name, share.partition)
+                if partition is None:  # nobody can say what is used there now
+                    if key in self._quotas:
+                        quotas[key] = self._quotas[key]
+                    continue
                 claimed = max((u.used_bytes(partition.kfd_gpu_id) for u in readings), default=0)
                 known = self._quotas.get(key, share.vram_bytes) if self._view.looked else claimed
                 quotas[key] = max(share.vram_bytes, known if any(u.processes for u in readings) else 0)

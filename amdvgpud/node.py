@@ -464,7 +464,7 @@ class Node:
             self._refuse_if_unfit(item)
             if (held := self._book.lease_of(slice)) is not None:
                 raise Conflict(f"slice {slice} is held by lease {held.id} ({held.holder.text or 'no name given'})")
-            await self._refuse_if_unclean(item)
+            await self._refuse_if_unclean(item, heirs=container)
             book = self._book
             if owner_uid not in (0, item.owner_uid):
                 item = replace(item, owner_uid=owner_uid, revision=book.revision + 1)
@@ -816,11 +816,12 @@ class Node:
                 found[gpu.id] = reason
         return found
 
-    async def _refuse_if_unclean(self, item: Slice) -> None:
-        """``Lingering`` for whole Partitions that are handed on while somebody else is there still."""
-        if item.request.compute.policy is ComputePolicy.WHOLE and (
-            found := await self._left_on(item.shares, item.name)
-        ):
+    async def _refuse_if_unclean(self, item: Slice, *, heirs: bool) -> None:
+        """``Lingering`` for whole Partitions that are handed on while somebody is there still. ``heirs``: who is in the
+        slice is whom it is for; else that may be its last holder's."""
+        if item.request.compute.policy is not ComputePolicy.WHOLE:
+            return
+        if found := await self._left_on(item.shares, item.name if heirs else None):
             reasons = "; ".join(f"{gpu}: {reason}" for gpu, reason in found.items())
             raise Lingering(f"slice {item.name} has whole partitions, and is held back: {reasons}")
 

@@ -98,6 +98,9 @@ class StillCaps:
     def adopt(self, caps: Mapping[str, Iterable[str]]) -> None:
         self.adopted = {cgroup: set(regions) for cgroup, regions in caps.items()}
 
+    def lift_all(self) -> None:
+        self.in_force = {}
+
     def apply(self, wanted: Mapping[str, Mapping[str, int]]) -> Mapping[str, str]:
         self.in_force = wanted
         return dict.fromkeys(wanted, self.refusing)
@@ -110,6 +113,7 @@ class Scene:
     images: StillImages = field(default_factory=StillImages)
     caps: StillCaps = field(default_factory=StillCaps)
     journal: MemoryJournal = field(default_factory=MemoryJournal)
+    sysfs: StillSysfs = field(default_factory=lambda: StillSysfs(an_inventory()))
     now_s: float = 1000.0
     policy: ImagePolicy = ImagePolicy.SHOW
     capping: bool = True
@@ -117,7 +121,7 @@ class Scene:
     async def start(self) -> None:
         """Again: a daemon that was started anew."""
         self.node = Node(
-            StillSysfs(an_inventory()),
+            self.sysfs,
             self.journal,
             MemoryFiles(),
             MemoryCdi(),
@@ -271,6 +275,24 @@ async def test_the_cap_of_a_container_that_runs_outlives_its_slice_and_the_daemo
     scene.processes.end(7)
     await scene.containers.look()
     assert scene.caps.in_force == {}
+
+
+async def test_nobody_takes_the_place_of_a_container_that_runs(scene: Scene) -> None:
+    """Whose cgroup names no container can say any id."""
+    await scene.begin(7, ID, ALICE)
+    liar = Sighting(8, 80, frozenset({1000}), (ALICE,), ("/user.slice",), "/user.slice")
+    scene.processes.there[8] = liar
+    assert await scene.report("start", 8, ID, ALICE, uid=1000) is None
+    assert (scene.who(), list(scene.caps.in_force)) == ([(ID, 7)], [scope(ID)])
+
+
+async def test_a_gpu_that_is_not_seen_for_a_moment_takes_no_cap_away(scene: Scene) -> None:
+    await scene.begin(7, ID, ALICE)
+    before = scene.caps.in_force
+    scene.sysfs.inventory = an_inventory(0)
+    await scene.node.rescan()
+    await scene.containers.look()
+    assert (scene.caps.in_force, before) == (before, {scope(ID): {REGION: 8 * GIB + 1000}})
 
 
 async def test_on_cgroup_v1_there_is_nothing_to_cap(scene: Scene) -> None:

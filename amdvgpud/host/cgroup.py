@@ -62,6 +62,8 @@ class DmemCaps:
         self._delegate = delegate
         self._set: dict[str, frozenset[str]] = {}
         """The regions that we have put caps on, by cgroup."""
+        self._told: set[tuple[str, str]] = set()
+        """Caps that could not be lifted, and were told of."""
 
     def lack(self) -> str | None:
         """Why nothing can be capped on this machine; None: it can."""
@@ -80,15 +82,35 @@ class DmemCaps:
     def apply(self, wanted: Mapping[str, Mapping[str, int]]) -> Mapping[str, str]:
         """Make ``wanted`` (bytes by region, by cgroup) the caps in force, and lift those of ours that are not wanted.
 
-        The answer is for each wanted cgroup why it is not capped, in one sentence; empty: it is, as read back.
+        The answer is for each wanted cgroup why it is not capped, in one sentence; empty: it is, as read back. A cgroup
+        that is not wanted any more keeps its cap while processes are in it, for its first one may have ended before the
+        others; and what could not be lifted is tried again.
         """
-        for cgroup, regions in list(self._set.items()):
-            for region in regions - wanted.get(cgroup, {}).keys():
-                self._lift(cgroup, region)
-        self._set = {cgroup: frozenset(regions) for cgroup, regions in wanted.items()}
+        after = {cgroup: frozenset(regions) for cgroup, regions in wanted.items()}
+        for cgroup, regions in self._set.items():
+            kept = regions if cgroup not in wanted and self._populated(cgroup) else frozenset()
+            unwanted = regions - kept - wanted.get(cgroup, {}).keys()
+            kept |= {region for region in unwanted if not self._lift(cgroup, region)}
+            if kept:
+                after[cgroup] = after.get(cgroup, frozenset()) | kept
+        self._set = after
         return {cgroup: self._cap(cgroup, regions) for cgroup, regions in wanted.items()}
 
+    def lift_all(self) -> None:
+        """No caps are wanted on this machine any more, be there processes or not."""
+        self._set = {
+            cgroup: kept
+            for cgroup, regions in self._set.items()
+            if (kept := frozenset(region for region in regions if not self._lift(cgroup, region)))
+        }
+
     # ------------------------------------------------------------------------------------------------- one cgroup
+
+    def _populated(self, cgroup: str) -> bool:
+        try:
+            return "populated 1" in self._files.read(f"{cgroup}/cgroup.events").splitlines()
+        except OSError:
+            return False
 
     def _cap(self, cgroup: str, regions: Mapping[str, int]) -> str:
         try:
@@ -121,12 +143,19 @@ class DmemCaps:
             "in use, and a limit below that does nothing on this kernel"
         )
 
-    def _lift(self, cgroup: str, region: str) -> None:
+    def _lift(self, cgroup: str, region: str) -> bool:
+        """False: it is there still. Mostly the cgroup has gone with its container, and the cap with it; or the GPU."""
         try:
             self._files.write(f"{cgroup}/dmem.max", f"{region} {_LIFTED}\n")
         except OSError as error:
-            # Mostly the cgroup has gone with its container, and the cap with it.
-            log.debug("%s: the cap on %s was not lifted: %s", cgroup, region, error)
+            if error.errno in (errno.ENOENT, errno.ENODEV, errno.EINVAL):
+                return True
+            if (cgroup, region) not in self._told:
+                log.warning("%s: the cap on %s is not wanted any more, and stays: %s", cgroup, region, _said(error))
+            self._told.add((cgroup, region))
+            return False
+        self._told.discard((cgroup, region))
+        return True
 
     def _switch_on(self, cgroup: str) -> str | None:
         """Switch the controller on in each cgroup above; why that is not so, or None."""

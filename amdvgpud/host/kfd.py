@@ -52,7 +52,6 @@ class _Known:
     pid_namespace: int
     command: str
     looks: int = 0
-    cgroup: str | None = None
 
     @property
     def due(self) -> bool:
@@ -191,7 +190,7 @@ class KernelFigures:
                 inner_pid=pid if known is None else known.inner_pid,
                 pid_namespace=0 if known is None else known.pid_namespace,
                 command="?" if known is None else known.command,
-                cgroup=None if known is None else known.cgroup,
+                cgroup=cgroup_of(pid, self._proc) if ours else None,  # which it can leave at any time
                 belonging=belonging,
                 vram_bytes=figures.vram,
                 drm_bytes=drm,
@@ -237,16 +236,11 @@ class KernelFigures:
         else:
             looks = 0
         belonging = mounts.of(pid)
-        inner, namespace, cgroup = pid, 0, None
-        if belonging != Belonging():
-            inner, namespace = self._identity(pid)
-            cgroup = cgroup_of(pid, self._proc)
+        inner, namespace = self._identity(pid) if belonging != Belonging() else (pid, 0)
         command = "?"
         if (text := _text(self._proc / str(pid) / "comm").strip()).isprintable() and text:
             command = text
-        self._known[pid] = known = _Known(
-            ticks, belonging, inodes_of(belonging), inner, namespace, command, looks, cgroup
-        )
+        self._known[pid] = known = _Known(ticks, belonging, inodes_of(belonging), inner, namespace, command, looks)
         return known
 
     def _identity(self, pid: int) -> tuple[int, int]:

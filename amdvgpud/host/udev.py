@@ -126,8 +126,8 @@ class UeventWatch:
         parent, card, rest = device.device_path.partition("/drm/card")
         functions = _PCI_FUNCTION.findall(parent)
         if subsystem != "drm" or not card or "/" in rest or not functions:
-            # A connector of a card that goes is a monitor that was unplugged. A partition's card is no PCI device's; what
-            # goes wrong with its GPU is said at the GPU's.
+            # A connector of a card that goes is a monitor that was unplugged. A partition's card is no PCI device's;
+            # what goes wrong with its GPU is said at the GPU's.
             return
         methods = device.properties.get("WEDGED")
         if action == "remove":

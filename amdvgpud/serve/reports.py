@@ -35,8 +35,8 @@ log = logging.getLogger(__name__)
 MESSAGE_BYTES: Final = 8192
 REPLY_BYTES: Final = 1000
 MAX_FDS: Final = 2
-PATIENCE_S: Final = 2.0
-"""For the message of one who has connected: a hook sends it at once."""
+PATIENCE_S: Final = 5.0
+"""For the message of one who has connected: a hook sends it as soon as its runtime has told it what it is about."""
 MAX_STRANGERS: Final = 64
 """Connections of others than root at a time, whoever they are: a user of a machine may have 65536 uids. One more takes
 the place of the one that has been silent for longest, as a hook is never silent. Root, whose runtimes start most

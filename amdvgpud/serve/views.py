@@ -271,13 +271,14 @@ def enforced_by(
     """``none`` for a slice that has all of its Partitions and so nothing to hold; else by what its limits are held.
 
     Of several containers each is capped at the whole quota, so the kernel holds no sum: that is no cap of the slice.
-    Nor is one that a process of the slice is outside of, as ``truth`` shows.
+    Nor is one that a process of the slice is outside of, as ``truth`` shows; without it nobody knows.
     """
     if not needs_gate(item, inventory):
         return "none"
     tops = {capped_cgroup(c) if c.cap == "" else None for c in containers}
     top = tops.pop() if len(tops) == 1 else None
-    capped = top is not None and all(f"{p.cgroup}/".startswith(f"{top}/") for p in (truth.processes if truth else ()))
+    inside = truth is not None and all(f"{p.cgroup}/".startswith(f"{top}/") for p in truth.processes)
+    capped = top is not None and inside
     if containers and all(c.gate.fits is False for c in containers):
         return "dmem" if capped else "none"
     return "gate+dmem" if capped else "gate"

@@ -27,6 +27,7 @@ class Kernel:
     used: dict[tuple[str, str], int] = field(default_factory=dict)
     writes: list[str] = field(default_factory=list)
     gone: set[str] = field(default_factory=set)
+    populated: set[str] = field(default_factory=set)
 
     def read(self, path: str) -> str:
         cgroup, _, name = path.rpartition("/")
@@ -35,6 +36,8 @@ class Kernel:
             return self.controllers
         if name == "cgroup.subtree_control":
             return "cpu dmem\n" if (cgroup or "/") in self.switched_on else "cpu\n"
+        if name == "cgroup.events":
+            return f"populated {int(cgroup in self.populated)}\nfrozen 0\n"
         if name == "dmem.current":
             return "".join(f"{r} {self.used.get((cgroup, r), 0)}\n" for r in sorted(self.regions))
         return "".join(f"{r} {self.limits.get((cgroup, r), 'max')}\n" for r in sorted(self.regions))

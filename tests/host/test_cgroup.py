@@ -66,6 +66,36 @@ def test_what_is_not_wanted_any_more_is_lifted_and_what_is_gone_with_its_cgroup_
     assert caps.apply({}) == {}
 
 
+def test_a_cgroup_with_processes_keeps_its_cap_though_its_first_one_has_ended() -> None:
+    kernel = Kernel()
+    caps, _ = capped(kernel)
+    kernel.populated.add(SCOPE)
+    caps.apply({})
+    assert kernel.limits == {(SCOPE, REGION): str(GIB)}
+    kernel.populated.clear()
+    caps.apply({})
+    assert kernel.limits == {(SCOPE, REGION): "max"}
+
+
+def test_where_no_caps_are_wanted_any_more_nobody_keeps_one() -> None:
+    kernel = Kernel(populated={SCOPE})
+    caps, _ = capped(kernel)
+    caps.lift_all()
+    assert kernel.limits == {(SCOPE, REGION): "max"}
+
+
+def test_a_cap_that_cannot_be_lifted_is_told_of_once_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    kernel = Kernel()
+    caps, _ = capped(kernel)
+    kernel.read_only = True
+    for _ in range(3):
+        caps.apply({})
+    assert len([m for m in caplog.messages if "is not wanted any more, and stays" in m]) == 1
+    kernel.read_only = False
+    caps.apply({})
+    assert kernel.limits == {(SCOPE, REGION): "max"}
+
+
 @pytest.mark.parametrize(
     ("kernel", "delegate", "why"),
     [

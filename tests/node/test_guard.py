@@ -309,7 +309,9 @@ async def test_a_whole_slice_that_is_there_already_is_handed_on_clean_too(bench:
     with pytest.raises(Lingering, match=rf"bob has whole .*: KFD .* 60 \(python3\), with {5 * MIB} bytes"):
         await bench.node.grant_lease(Holder("job"), slice=SliceName("bob"))
     bench.has(replace(stranger, belonging=Belonging((SliceName("bob"),))))  # a container that has it already
-    await bench.node.grant_lease(Holder("job"), slice=SliceName("bob"))
+    with pytest.raises(Lingering, match="60"):  # somebody's whose lease has ended
+        await bench.node.grant_lease(Holder("job"), slice=SliceName("bob"))
+    await bench.node.grant_lease(Holder("job"), slice=SliceName("bob"), container=True)
 
 
 async def test_a_part_of_a_gpu_is_leased_beside_anybody(bench: Bench) -> None:

@@ -36,16 +36,17 @@ def processes(*cgroups: str | None) -> Truth:
     ("containers", "truth", "said"),
     [
         ((), None, "gate"),
-        ((CAPPED,), None, "gate+dmem"),
+        ((CAPPED,), None, "gate"),  # before the first look, or where the kernel's list cannot be had
+        ((CAPPED,), processes(), "gate+dmem"),
         ((CAPPED,), processes(f"{SCOPE}/container", SCOPE), "gate+dmem"),
         ((CAPPED,), processes(f"{SCOPE}/container", "/user.slice/session-1.scope"), "gate"),
         ((CAPPED,), processes(f"{SCOPE}-not"), "gate"),
         ((CAPPED,), processes(None), "gate"),
-        ((replace(CAPPED, cap="no dmem controller"),), None, "gate"),
-        ((CAPPED, OTHER), None, "gate"),  # each up to the whole quota, and their sum is held by nobody
-        ((STATIC,), None, "dmem"),
+        ((replace(CAPPED, cap="no dmem controller"),), processes(), "gate"),
+        ((CAPPED, OTHER), processes(), "gate"),  # each up to the whole quota, and their sum is held by nobody
+        ((STATIC,), processes(), "dmem"),
         ((STATIC,), processes("/elsewhere"), "none"),
-        ((replace(STATIC, cap="no dmem controller"),), None, "none"),
+        ((replace(STATIC, cap="no dmem controller"),), processes(), "none"),
     ],
 )
 def test_a_slice_says_by_what_it_is_enforced(containers: tuple[Container, ...], truth: Truth | None, said: str) -> None:
