@@ -74,8 +74,7 @@ async def _write(api: NodeApi, node: str, wanted: Mapping[str, str]) -> None:
     there = await api.get_node(node)
     if hami.AMOUNTS not in there.annotations:
         await api.patch_node(node, annotations={hami.AMOUNTS: "true"})  # first: what it says is never too little
-    capacity = there.status.capacity or {}
-    if any(capacity.get(resource) != amount for resource, amount in wanted.items()):
+    if any(there.status.capacity_of(resource) != int(amount) for resource, amount in wanted.items()):
         await api.patch_capacity(node, wanted)
         log.info("Node %s says that it has %s.", node, ", ".join(f"{n} of {what}" for what, n in wanted.items()))
 

@@ -13,6 +13,7 @@ import asyncio
 import base64
 import logging
 import random
+import re
 import ssl
 import tempfile
 import time
@@ -58,6 +59,27 @@ LONGEST_LINE: Final = 16 * 1024**2
 # -------------------------------------------------------------------------------------------------- what is read
 
 
+_WHOLE: Final = re.compile(r"([0-9]{1,19})(?:[eE]([0-9]{1,2})|([kMGTPE]|[KMGTPE]i))?")
+_TIMES: Final = {
+    **{unit: 1000**power for power, unit in enumerate("kMGTPE", start=1)},
+    **{f"{unit}i": 1024**power for power, unit in enumerate("KMGTPE", start=1)},
+}
+
+
+def _whole(quantity: str | int) -> int | None:
+    """The number that a quantity is; None: it is none, or not surely a whole one (``1500m``, ``1.5Gi``).
+
+    The API server writes each number in its shortest form, whatever was sent: who asks for 16000 of something is shown
+    to ask for ``16k``. Of what is counted it takes whole numbers only, so that fractions never stay fractions there.
+
+    Source: apimachinery's ``resource.Quantity``.
+    """
+    if (found := _WHOLE.fullmatch(str(quantity))) is None:
+        return None
+    number, exponent, unit = found.groups()
+    return int(number + "0" * int(exponent or 0)) * _TIMES.get(unit, 1)
+
+
 class Meta(msgspec.Struct, rename="camel", frozen=True):
     name: str = ""
     namespace: str = ""
@@ -79,9 +101,8 @@ class PodContainer(msgspec.Struct, rename="camel", frozen=True):
     restart_policy: str = ""
 
     def limit(self, resource: str) -> int | None:
-        """The whole number that is its limit of ``resource``; None: none is written, or no plain number."""
-        text = str(((self.resources and self.resources.limits) or {}).get(resource, ""))
-        return int(text) if text.isascii() and text.isdigit() else None
+        """The whole number that is its limit of ``resource``; None: none is written, or no whole number."""
+        return _whole(((self.resources and self.resources.limits) or {}).get(resource, ""))
 
 
 class PodSpec(msgspec.Struct, rename="camel", frozen=True):
@@ -167,8 +188,11 @@ class NodeStatus(msgspec.Struct, rename="camel", frozen=True):
 
     def allocatable_of(self, resource: str) -> int | None:
         """None: the Node has no such resource, or the number is none that counts whole things."""
-        text = (self.allocatable or {}).get(resource, "")
-        return int(text) if text.isascii() and text.isdigit() else None
+        return _whole((self.allocatable or {}).get(resource, ""))
+
+    def capacity_of(self, resource: str) -> int | None:
+        """As :meth:`allocatable_of`."""
+        return _whole((self.capacity or {}).get(resource, ""))
 
 
 class ClusterNode(msgspec.Struct, frozen=True):

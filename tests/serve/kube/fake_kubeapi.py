@@ -1,7 +1,8 @@
 """A Kubernetes API server as strict as the real one in what amdvgpud asks of it, in memory.
 
-Optimistic resourceVersion, merge patches (null removes), pods by node, watches that resume or say 410, and the role:
-what is not in it is forbidden. It can be told to fail, once each, at named requests.
+Optimistic resourceVersion, merge patches (null removes), pods by node, watches that resume or say 410, quantities in
+their canonical form, and the role: what is not in it is forbidden. It can be told to fail, once each, at named
+requests.
 """
 
 from __future__ import annotations
@@ -54,6 +55,29 @@ def merged(target: Json, patch: Json) -> Json:
         else:
             found[key] = value
     return found
+
+
+def canonical(amount: str) -> str:
+    """A whole number as the real one stores it, whatever was sent: 16000 is 16k. Others stay as they are here."""
+    number, unit = amount, ""
+    for next_unit in "kMGTPE" if amount.isdigit() else "":
+        if number == "0" or not number.endswith("000"):
+            break
+        number, unit = number[:-3], next_unit
+    return number + unit
+
+
+def stored(item: Json) -> Json:
+    """``item`` with its quantities in their canonical form."""
+    item = copy.deepcopy(item)
+    spec, state = item.get("spec", {}), item.get("status", {})
+    containers = (each for part in ("initContainers", "containers") for each in spec.get(part) or ())
+    for amounts in (
+        *(each.get("resources", {}).get("limits") or {} for each in containers),
+        *(state.get(part) or {} for part in ("capacity", "allocatable")),
+    ):
+        amounts.update({name: canonical(amount) for name, amount in amounts.items()})
+    return item
 
 
 @dataclass
@@ -130,7 +154,7 @@ class FakeKubeApi:
 
     def _stamped(self, item: Json) -> Json:
         self.version += 1
-        return {**item, "metadata": {**item["metadata"], "resourceVersion": str(self.version)}}
+        return stored({**item, "metadata": {**item["metadata"], "resourceVersion": str(self.version)}})
 
     def _tell(self, kind: str, item: Json) -> None:
         self.history.append((self.version, kind, copy.deepcopy(item)))

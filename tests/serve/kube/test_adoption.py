@@ -113,6 +113,18 @@ async def test_a_pod_of_several_containers_and_gpus_is_taken_up_whole(lost: Lost
     assert holders(after)[SliceName(slice_of(pod))] == "default/one/second"
 
 
+async def test_a_limit_that_the_api_server_writes_with_a_unit_is_what_it_was(lost: Lost) -> None:
+    pod = await lost.serve(
+        "a", a_container("main", gpumem=16000, gpucores=25), allocation=f"{QUARTER.replace('16384', '16000')};"
+    )
+    (container,) = lost.stage.api.pods["default", "a"]["spec"]["containers"]
+    assert container["resources"]["limits"]["amd.com/gpumem"] == "16k"
+    after, adoption = await lost.new_daemon()
+    await adoption.look()
+    assert slice_of(pod) in shares(after)
+    assert shares(after) == shares(lost.stage)
+
+
 async def test_what_an_init_container_had_that_has_ended_is_not_taken_up(lost: Lost) -> None:
     load, main = (a_container(name, gpumem=16384, gpucores=25) for name in ("load", "main"))
     pod = await lost.serve("a", main, init=[load], allocation=f"{QUARTER.replace(GPU, OTHER)};{QUARTER};")

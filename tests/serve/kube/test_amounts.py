@@ -62,6 +62,17 @@ async def test_the_node_says_what_it_has_and_says_it_again_whoever_takes_it_away
             await until(lambda: capacity(stage) == {"cpu": "8", **BOTH})
 
 
+async def test_what_the_api_server_writes_shorter_is_not_written_again_and_again() -> None:
+    stage = await Stage.of(*range(10))
+    stage.api.amounts = True
+    async with kept(stage):
+        await until(lambda: capacity(stage).get("amd.com/gpucores") == "1k")
+        stage.api.asked.clear()
+        await until(lambda: stage.api.asked.count("GET nodes") >= 3)
+    assert "PATCH nodes/status" not in stage.api.asked
+    await stage.close()
+
+
 async def test_a_sick_gpu_is_counted_and_what_slices_by_hand_have_is_not(stage: Stage) -> None:
     async with kept(stage):
         await until(lambda: capacity(stage) == BOTH)

@@ -15,7 +15,17 @@ import pytest
 from aiohttp import web
 
 from amdvgpud.core.errors import HostFailure, Invalid, NotFound, Stale
-from amdvgpud.serve.kube.api import TRIES, Access, Changed, KubeApi, Listed, read_access
+from amdvgpud.serve.kube.api import (
+    TRIES,
+    Access,
+    Changed,
+    KubeApi,
+    Listed,
+    NodeStatus,
+    PodContainer,
+    Resources,
+    read_access,
+)
 from tests.serve.kube.fake_kubeapi import FakeKubeApi, Json, failing
 
 
@@ -85,6 +95,31 @@ async def test_pods_are_those_of_the_node(server: FakeKubeApi, api: KubeApi) -> 
     assert pod.spec.containers is not None
     assert pod.spec.containers[0].limit("amd.com/gpu") == 1
     assert pod.spec.containers[0].limit("amd.com/gpumem") is None
+
+
+@pytest.mark.parametrize(
+    ("written", "number"),
+    [
+        ("0", 0),
+        ("16384", 16384),
+        (4, 4),
+        ("16k", 16_000),
+        ("2M", 2_000_000),
+        ("1G", 10**9),
+        ("1T", 10**12),
+        ("1Ki", 1024),
+        ("48Mi", 48 << 20),
+        ("3Gi", 3 << 30),
+        ("1Ti", 1 << 40),
+        ("16e3", 16_000),
+        *((text, None) for text in ("", "1500m", "1.5Gi", "-1", "16K", "16kk", "1ki", "k", "\u0663", "9" * 5000)),
+    ],
+)
+def test_a_quantity_is_the_whole_number_that_it_is_or_none(written: str | int, number: int | None) -> None:
+    container = PodContainer(resources=Resources(limits={"amd.com/gpumem": written}))
+    assert container.limit("amd.com/gpumem") == number
+    status = NodeStatus(capacity={"amd.com/gpumem": str(written)}, allocatable={"amd.com/gpumem": str(written)})
+    assert (status.capacity_of("amd.com/gpumem"), status.allocatable_of("amd.com/gpumem")) == (number, number)
 
 
 async def test_a_pod_that_took_anothers_name_is_not_patched(server: FakeKubeApi, api: KubeApi) -> None:
