@@ -60,7 +60,7 @@ LONGEST_LINE: Final = 16 * 1024**2
 
 
 _WHOLE: Final = re.compile(r"([0-9]{1,19})(?:[eE]([0-9]{1,2})|([kMGTPE]|[KMGTPE]i))?")
-_TIMES: Final = {
+_TIMES: Final[Mapping[str, int]] = {
     **{unit: 1000**power for power, unit in enumerate("kMGTPE", start=1)},
     **{f"{unit}i": 1024**power for power, unit in enumerate("KMGTPE", start=1)},
 }
