@@ -505,7 +505,7 @@ class HamiResource:
         raise NotFound(f"no binding pod found on node {self._settings.cluster_node}")
 
     async def _named(self, cluster: ClusterNode) -> Pod | None:
-        """The pod that the lock names, if it was sent here and is bound already. What else it names is left alone; a
+        """The pod that the lock names, if it is bound here already. What else it names is left alone; a
         lock of a pod that is gone is released."""
         text = self._lock.look(cluster)
         lock = None if text is None else hami.parse_lock(text)
@@ -516,8 +516,8 @@ class HamiResource:
         except NotFound:
             await self._lock.release(lock.namespace, lock.pod, exactly=text, seen=cluster)
             return None
-        here = self._settings.cluster_node
-        return pod if pod.spec.node_name == pod.annotations.get(hami.ASSIGNED_NODE) == here else None
+        # By what only a binding sets: an annotation could be changed by its owner, to have another served in its turn.
+        return pod if pod.spec.node_name == self._settings.cluster_node else None
 
     def _may_ask(self, pod: Pod, count: int) -> bool:
         """Whether the kubelet can be asking for ``count`` devices for a container of ``pod`` that was not served yet.

@@ -404,12 +404,8 @@ async def test_a_lock_of_the_old_form_names_nobody_and_is_left_alone(stage: Stag
 
 @pytest.mark.parametrize(
     "away",
-    [
-        {"spec": {"nodeName": None}},
-        {"spec": {"nodeName": "n2"}},
-        {"metadata": {"annotations": {hami.ASSIGNED_NODE: "n2"}}},
-    ],
-    ids=["not bound yet", "bound elsewhere", "sent elsewhere"],
+    [{"spec": {"nodeName": None}}, {"spec": {"nodeName": "n2"}}],
+    ids=["not bound yet", "bound elsewhere"],
 )
 async def test_a_call_before_the_locks_pod_is_bound_here_is_for_another_and_does_it_no_harm(
     stage: Stage, away: dict[str, object]
@@ -432,8 +428,7 @@ async def test_a_call_before_the_locks_pod_is_bound_here_is_for_another_and_does
             assert stage.notes(other["metadata"]["name"])[hami.BIND_PHASE] == hami.FAILED
         assert (stage.locked() or "").endswith(",default,locked")
         assert stage.notes("locked")[hami.BIND_PHASE] == hami.ALLOCATING
-    here = {"spec": {"nodeName": HERE}, "metadata": {"annotations": {hami.ASSIGNED_NODE: HERE}}}
-    locked = stage.api.change_pod("default", "locked", here)
+    locked = stage.api.change_pod("default", "locked", {"spec": {"nodeName": HERE}})
     await stage.side.resource.allocate([f"{GPU}#0"])
     assert stage.slices()[slice_of(locked)] == [(f"{GPU}/0", 16384, 72)]
     assert stage.locked() is None
@@ -458,6 +453,7 @@ async def test_a_call_for_another_number_of_gpus_is_not_for_the_locks_pod(stage:
         {hami.WAITING: ";"},
         {hami.WAITING: "nonsense"},
         {hami.BIND_PHASE: hami.SUCCESS},
+        {hami.ASSIGNED_NODE: "n2"},
     ],
 )
 async def test_a_pod_that_hides_its_own_turn_does_not_get_anothers(stage: Stage, lie: dict[str, str]) -> None:
