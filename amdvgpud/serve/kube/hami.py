@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import random
 import time
@@ -388,6 +389,8 @@ class HamiResource:
         self._pause = pause
         self._turn = asyncio.Lock()
         """The node lock does not keep two calls for one pod apart."""
+        self._given: dict[tuple[str, int], frozenset[str]] = {}
+        """By pod uid and ordinal: the ids that a container was served for. In memory, where no pod's owner writes."""
         self._undoing: set[asyncio.Task[Grant]] = set()
 
     def devices(self, view: NodeView) -> Sequence[Device]:
@@ -406,7 +409,7 @@ class HamiResource:
         for a call, a pod's text is believed only where it fits its own request: of those the one that had the lock when
         it was last looked at, else the oldest binding.
         """
-        waiting = [pod for pod in waiting_of(self._pods.pods, self._settings.cluster_node) if _is_plausible(pod, size)]
+        waiting = [pod for pod in waiting_of(self._pods.pods, self._settings.cluster_node) if _believed(pod, size)]
         waiting.sort(key=lambda pod: not self._lock.named(pod))
         chosen = hami.first_waiting(waiting[0].annotations[hami.WAITING]) if waiting else None
         order = {grant.id: rank for rank, grant in enumerate(chosen[1])} if chosen else {}
@@ -454,6 +457,8 @@ class HamiResource:
 
     async def _alone(self, ids: frozenset[str]) -> Grant:
         async with self._turn:
+            slices = self._node.view().book.slices
+            self._given = {at: given for at, given in self._given.items() if hami.pod_slice(*at) in slices}
             cluster = await self._api.get_node(self._settings.cluster_node)
             pod, again = await self._meant(cluster, ids)
             done: list[SliceName] = []
@@ -487,19 +492,23 @@ class HamiResource:
         GPUs. Nothing tells the two calls apart, and the lock's pod is taken.
         """
         named = await self._named(cluster)
-        if named is not None and (again := self._served(named, ids)) is not None:
-            return named, again
+        if named is not None:
+            said = hami.parse_served(named.annotations.get(hami.SERVED, ""))
+            if (again := self._served(named, ids, said | self._given_to(named))) is not None:
+                return named, again
         if named is not None and self._may_ask(named, len(ids)):
             return named, None
         pods = {pod.metadata.uid: pod for pod in await self._api.list_pods(self._settings.cluster_node)}
         for pod in pods.values():
             # The kubelet asks again only for what has not run. A pod that runs could list the devices of others, and
-            # would have them sent into its own slice.
+            # would have them sent into its own slice. So could one that never starts (an image that is not there), so
+            # this goes by memory: after a start of the daemon a call that comes again is refused.
             fresh = pod.status.phase == "Pending" and not pod.begun
-            if fresh and (again := self._served(pod, ids)) is not None:
+            if fresh and (again := self._served(pod, ids, self._given_to(pod))) is not None:
                 return pod, again
         for pod in waiting_of(pods, self._settings.cluster_node):
-            if _is_plausible(pod, len(ids)):
+            turn = _believed(pod, len(ids))
+            if turn is not None and not pod.begun and self._is_next(turn):
                 log.warning("The node lock names no pod that this can be for; %s waits, and is taken for the one.", pod)
                 return pod, None
         raise NotFound(f"no binding pod found on node {self._settings.cluster_node}")
@@ -530,20 +539,35 @@ class HamiResource:
         ]
         return not pod.begun and any(container.limit(hami.COUNT_RESOURCE) == count for container in left)
 
-    def _served(self, pod: Pod, ids: frozenset[str]) -> int | None:
-        """The container that has ``ids`` and its slices; None where another of the pod waits for them.
+    def _served(self, pod: Pod, ids: frozenset[str], given: Mapping[int, frozenset[str]]) -> int | None:
+        """The container that has ``ids`` (by ``given``) and its slices; None where another of the pod waits for them.
 
-        The kubelet gives the devices of an init container that ends to a later container of the same pod.
+        The kubelet gives the devices of an init container that ends to a later container of the same pod. Whether one
+        waits is the Book's to say: a pod that denied it would have its container run with what is freed behind it.
         """
-        book = self._node.view().book
-        for ordinal, served in sorted(hami.parse_served(pod.annotations.get(hami.SERVED, "")).items(), reverse=True):
-            if served != ids or not slices_of(book.slices, pod.metadata.uid, ordinal):
+        slices, uid = self._node.view().book.slices, pod.metadata.uid
+        waits = not all(slices_of(slices, uid, ordinal) for ordinal in range(len(asking(pod))))
+        for ordinal, served in sorted(given.items(), reverse=True):
+            if served != ids or not slices_of(slices, uid, ordinal):
                 continue
             container = _container(pod, ordinal)
-            ends = container is not None and pod.runs_first(container)
-            if not (ends and hami.is_waiting(pod.annotations.get(hami.WAITING, ""))):
+            if not (waits and container is not None and pod.runs_first(container)):
                 return ordinal
         return None
+
+    def _given_to(self, pod: Pod) -> dict[int, frozenset[str]]:
+        return {ordinal: ids for (uid, ordinal), ids in self._given.items() if uid == pod.metadata.uid}
+
+    def _is_next(self, turn: _Turn) -> bool:
+        """Whether the kubelet can be asking for this one: it asks for a pod's containers in their order, all of them
+        before any runs. By the Book, for ``turn`` is what the pod says: one that had a container served in an init
+        container's name would keep the GPUs that are freed behind that.
+
+        The last that has slices counts too where this daemon has not served it: a crash came before its patch.
+        """
+        slices, uid = self._node.view().book.slices, turn.pod.metadata.uid
+        first = next(ordinal for ordinal in itertools.count() if not slices_of(slices, uid, ordinal))
+        return turn.ordinal == first or (turn.ordinal == first - 1 and (uid, turn.ordinal) not in self._given)
 
     # ------------------------------------------------------------------------------------------- serving it
 
@@ -557,11 +581,20 @@ class HamiResource:
                 f"{pod}: the scheduler has chosen {len(turn.grants)} GPUs for {turn.holder.text}, and the kubelet "
                 f"{len(ids)}"
             )
+        if _believed(pod, len(ids)) is None or not self._is_next(turn):
+            raise Invalid(
+                f"{pod}: by its annotations {turn.holder.text} is next, of {hami.ALLOCATED}: "
+                f"{pod.annotations.get(hami.ALLOCATED, '')!r:.200} still {hami.WAITING}: "
+                f"{pod.annotations.get(hami.WAITING, '')!r:.200}. That does not fit its limits or what it was served, "
+                "so it is not as the scheduler wrote it: make the pod anew and leave these alone"
+            )
         for request in self._requests(turn):
             done.append(request.name)
             await self._hold(request, turn.holder)
         grant = await self._answer(pod, turn.ordinal)
-        await self._bound(cluster, await self._write(turn, ids))
+        written = await self._write(turn, ids)
+        self._given[pod.metadata.uid, turn.ordinal] = ids
+        await self._bound(cluster, written)
         return grant
 
     async def _bound(self, cluster: ClusterNode, pod: Pod) -> None:
@@ -716,9 +749,9 @@ def _turn(pod: Pod) -> _Turn | None:
     return _Turn(pod, waiting[0], ordinal, waiting[1], _container(pod, ordinal))
 
 
-def _is_plausible(pod: Pod, count: int) -> bool:
-    """Whether the text of a pod that no lock names can be the scheduler's: it fits the pod's own request, and that the
-    ``count`` of the call, and what waits is the end of what was allocated."""
+def _believed(pod: Pod, count: int) -> _Turn | None:
+    """The pod's turn if its text can be the scheduler's: it fits the pod's own request, and that the ``count`` of the
+    call, and what waits is the end of what was allocated."""
     try:
         turn = _turn(pod)
         waiting, allocated = (
@@ -726,8 +759,9 @@ def _is_plausible(pod: Pod, count: int) -> bool:
             for key in (hami.WAITING, hami.ALLOCATED)
         )
     except Invalid:
-        return False
+        return None
     if turn is None or turn.container is None:
-        return False
+        return None
     asked = turn.container.limit(hami.COUNT_RESOURCE)
-    return asked == len(turn.grants) == count and allocated[turn.ordinal :] == waiting
+    fits = asked == len(turn.grants) == count and allocated[turn.ordinal :] == waiting
+    return turn if fits else None

@@ -498,16 +498,79 @@ async def test_a_pod_that_has_run_gets_nobody_elses_call(stage: Stage, status: d
     assert grant.cdi_devices == (f"amdvgpu.io/slice={slice_of(fly)}",)
 
 
+@pytest.mark.parametrize(
+    "lies",
+    [
+        [{hami.ALLOCATED: WHOLE}],
+        [{}, {hami.ALLOCATED: WHOLE}],
+        [{}, {hami.WAITING: f"{WHOLE};{WHOLE};"}],
+        [{}, {hami.WAITING: ";"}],
+        [{hami.WAITING: f";{WHOLE};"}],
+        [{hami.ALLOCATED: None}],
+    ],
+    ids=["shortened", "shortened later", "longer again", "hides it", "the other way round", "without"],
+)
+async def test_a_pod_cannot_have_its_container_served_in_the_name_of_one_that_ends_before(
+    stage: Stage, lies: list[dict[str, str | None]]
+) -> None:
+    """What that one had is freed when it has succeeded, and would be under the container and the next pod then."""
+    stage.pod("a", a_container("main"), init=[a_container("setup")], allocation=f"{WHOLE};{WHOLE};")
+    for number, lie in enumerate(lies):
+        stage.api.change_pod("default", "a", {"metadata": {"annotations": lie}})
+        if number + 1 < len(lies):
+            await stage.side.resource.allocate([f"{GPU}#0"])
+    with pytest.raises((Invalid, Conflict)):
+        await stage.side.resource.allocate([f"{GPU}#0"])
+    assert (stage.slices(), stage.locked(), stage.notes("a")[hami.BIND_PHASE]) == ({}, None, hami.FAILED)
+
+
+@pytest.mark.parametrize("locked", [False, True], ids=["", "its lock stayed"])
+@pytest.mark.parametrize(
+    "web",
+    [
+        {hami.SERVED: hami.format_served({0: [f"{OTHER}#0"]})},
+        {hami.BIND_PHASE: hami.ALLOCATING, hami.WAITING: f"{QUARTER};"},
+    ],
+    ids=["it says what it has", "it says that it waits"],
+)
+async def test_a_pod_that_never_starts_gets_nobody_elses_call(stage: Stage, web: dict[str, str], locked: bool) -> None:
+    spider = stage.pod("spider", allocation=f"{QUARTER};")
+    await stage.side.resource.allocate([f"{GPU}#0"])
+    if locked:
+        stage.lock(spider)
+    stage.api.change_pod("default", "spider", {"metadata": {"annotations": web}})
+    fly = stage.scheduled("fly", allocation=f"{HALF};")
+    grant = await stage.side.resource.allocate([f"{OTHER}#0"])
+    assert grant.cdi_devices == (f"amdvgpu.io/slice={slice_of(fly)}",)
+
+
+async def test_a_pod_whose_init_container_has_ended_does_not_wait_whatever_it_says(stage: Stage) -> None:
+    stage.pod("spider", a_container("main", 0), init=[a_container("setup")], allocation=f"{QUARTER};")
+    await stage.side.resource.allocate([f"{GPU}#0"])
+    ended = {"initContainerStatuses": [{"name": "setup", "state": {"terminated": {"exitCode": 0}}}]}
+    web = {hami.BIND_PHASE: hami.ALLOCATING, hami.WAITING: f"{QUARTER};"}
+    stage.api.change_pod("default", "spider", {"status": ended, "metadata": {"annotations": web}})
+    stage.watch.pods = {p.metadata.uid: p for p in await stage.client.list_pods(HERE)}
+    assert await stage.watch.release_ended(0) == 1
+    fly = stage.scheduled("fly", allocation=f"{HALF};")
+    grant = await stage.side.resource.allocate([f"{OTHER}#0"])
+    assert grant.cdi_devices == (f"amdvgpu.io/slice={slice_of(fly)}",)
+
+
 # -------------------------------------------------------------------------------------------------------- asked again
 
 
 async def test_a_call_that_comes_twice_gives_the_same_slice_and_takes_nothing_more(stage: Stage) -> None:
-    stage.pod("a", allocation=f"{QUARTER};")
+    pod = stage.pod("a", allocation=f"{QUARTER};")
     first = await stage.side.resource.allocate([f"{GPU}#0"])
     before = stage.slices()
     assert await stage.side.resource.allocate([f"{GPU}#0"]) == first
+    # A daemon that has started since has only the pod's word for it, and takes that from the pod that the lock names.
     after = await stage.restarted()
     await after.side.keep()
+    with pytest.raises(NotFound, match="no binding pod"):
+        await after.side.resource.allocate([f"{GPU}#0"])
+    stage.lock(pod)
     assert await after.side.resource.allocate([f"{GPU}#0"]) == first
     assert after.slices() == before
 
@@ -589,19 +652,15 @@ async def test_a_call_that_comes_again_and_fails_says_so_on_the_pod_and_frees_th
     assert list(stage.slices()) == [slice_of(pod)] * left
 
 
-async def test_a_crash_between_the_grant_and_the_patch_leaves_nothing_behind_that_hinders(stage: Stage) -> None:
-    stage.pod("a", allocation=f"{QUARTER};")
-    name = SliceName(slice_of(stage.api.pods["default", "a"]))
-    # What a daemon that died there has in its Book: the very slice, or one of an older allocation.
-    for cus in (76, 8):
-        request = Request(name, Compute(ComputePolicy.EXACT, cu_count=cus), 16384 << 20, on=(f"{GPU}/0",))
-        await stage.node.put_slice(request)
-        await stage.side.resource.allocate([f"{GPU}#0"])
-        assert stage.slices() == {name: [(f"{GPU}/0", 16384, 72)]}
-        await stage.node.delete_slice(name, force=True)
-        stage.api.delete_pod("default", "a")
-        stage.uids -= 1
-        stage.pod("a", allocation=f"{QUARTER};")
+@pytest.mark.parametrize("cus", [76, 8], ids=["the very slice", "one of an older allocation"])
+async def test_a_crash_between_the_grant_and_the_patch_leaves_nothing_behind_that_hinders(
+    stage: Stage, cus: int
+) -> None:
+    name = SliceName(slice_of(stage.pod("a", allocation=f"{QUARTER};")))
+    # What a daemon that died there has in its Book.
+    await stage.node.put_slice(Request(name, Compute(ComputePolicy.EXACT, cu_count=cus), 16384 << 20, on=(f"{GPU}/0",)))
+    await stage.side.resource.allocate([f"{GPU}#0"])
+    assert stage.slices() == {name: [(f"{GPU}/0", 16384, 72)]}
 
 
 # ---------------------------------------------------------------------------------------------------------- refusals
@@ -669,6 +728,9 @@ async def test_the_second_container_that_fails_takes_the_firsts_with_it(stage: S
     with pytest.raises(NotFound):
         await stage.side.resource.allocate([f"{OTHER}#0"])
     assert (stage.slices(), stage.locked()) == ({}, None)
+    with pytest.raises(NotFound, match="no binding pod"):
+        await stage.side.resource.allocate([f"{GPU}#0"])
+    assert stage.side.resource._given == {}
 
 
 async def test_a_pod_that_ended_makes_room_at_once_for_the_one_that_the_scheduler_sent_in_its_place(
