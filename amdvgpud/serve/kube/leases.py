@@ -21,6 +21,7 @@ up as it is: a device is a slice that is cut already, or a Partition, and no pod
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import Counter, defaultdict
@@ -30,7 +31,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from amdvgpud.core.errors import AmdvgpuError, Conflict, Lingering, NotFound
+from amdvgpud.core.errors import AmdvgpuError, Conflict, HostFailure, Lingering, NotFound
 from amdvgpud.core.model import Holder, Lease, LeaseId, PartitionId, Request, Slice, SliceName
 from amdvgpud.node import Node, NodeView
 from amdvgpud.serve.kube.podresources import CheckpointEntry, PodResources, remembered
@@ -104,6 +105,8 @@ class KubeletLeases:
         """Of grants of one resource, so that the second of two calls for one device finds what the first has taken."""
         self._seen: set[LeaseId] = set()
         self._missing: Counter[LeaseId] = Counter()
+        self._adopted = False
+        """Whether the kubelet has once said what its containers have, since this daemon's start."""
         self._contested: set[LeaseId] = set()
         """Whose devices the kubelet has asked for while somebody was in them."""
 
@@ -120,6 +123,11 @@ class KubeletLeases:
         Asked again for what the kubelet holds already, the same, and nothing more is taken. ``Conflict`` where somebody
         else holds a slice or is in it, or it is lost; else as :meth:`Node.grant_lease`. What fails has taken nothing.
         """
+        if not self._adopted:
+            # It was not there at the start, and is now. One that allocates and does not list is served all the same: a
+            # node without its list of pod resources could give nothing else, and who is in a slice is still looked for.
+            with contextlib.suppress(HostFailure):
+                await self.adopt()
         async with self._one_at_a_time[resource]:
             return await self._grant(resource, wanted, granting, starts=False)
 
@@ -194,18 +202,18 @@ class KubeletLeases:
     async def run(self) -> None:
         """Until cancelled."""
         while True:
-            await self._sleep(self._look_s)
             try:
                 await self.adopt()
                 await self.look()
             except (AmdvgpuError, OSError) as error:
                 log.debug("Who has which devices is not known now, nothing is released: %s", error)
+            await self._sleep(self._look_s)
 
     async def adopt(self) -> None:
         """Take leases for what containers have and nobody holds. ``HostFailure`` where the kubelet does not answer.
 
-        What cannot be so (another promise was made of it meanwhile, its slice was not cut as it was) is said, and its
-        container keeps the limits that it has.
+        What cannot be so (another promise was made of it meanwhile) is said, and its container keeps the limits that it
+        has. That a slice was cut as it was is not looked at: the kubelet knows no more of it than its name.
         """
         meant, failed = self._meant(), set()
         for container in await self._pod_resources.list() if meant else ():
@@ -224,6 +232,8 @@ class KubeletLeases:
                         if where not in self._said:
                             log.warning("%s has %s, and the Book cannot say so: %s", container, device, error)
         self._said = frozenset(failed)
+        if meant:
+            self._adopted = True
 
     async def _adopt(self, where: tuple[str, str], what: SliceName | Request) -> None:
         holder = holder_of(*where)

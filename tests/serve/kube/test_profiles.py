@@ -40,8 +40,12 @@ class Said:
     containers: list[ContainerDevices] = field(default_factory=list)
     started_s: float = 0.0
     silent: bool = False
+    asked: int = 0
 
     async def list(self) -> tuple[ContainerDevices, ...]:
+        self.asked += 1
+        if self.silent:
+            raise HostFailure("no kubelet")
         return tuple(self.containers)
 
     async def since_s(self) -> float:
@@ -585,6 +589,45 @@ async def test_what_containers_have_and_nobody_holds_is_taken_up(
     await looks(desk, leases, 2)
     assert held(desk) == {}
     assert f"whole-{free.lower()}-0" not in desk.node.view().book.slices
+
+
+async def test_before_anything_is_given_the_kubelets_list_is_taken_up_as_soon_as_it_answers(
+    desk: Desk, leases: KubeletLeases, said: Said, quarters: ProfileResource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "_meant", lambda: {quarters.name: quarters.means})
+    said.runs(quarters.name, "25c-48g-1")
+    said.silent = True
+    with pytest.raises(HostFailure):
+        await leases.adopt()
+    await quarters.allocate(["25c-48g-0"])  # it may have no list of pod resources at all
+    assert held(desk).keys() == {"25c-48g-0"}
+    said.silent = False
+    desk.files.run_a_process_in(SliceName("25c-48g-1"))
+    monkeypatch.setattr(leases, "_sleep", lambda _: asyncio.sleep(0))
+    with pytest.raises(Lingering, match="25c-48g-1 cannot be given to another container"):
+        await quarters.allocate(["25c-48g-1"])  # it has lost its checkpoint, and not its containers
+    assert held(desk).keys() == {"25c-48g-0", "25c-48g-1"}
+    asked = said.asked
+    await quarters.allocate(["25c-48g-2"])
+    assert said.asked == asked
+
+
+async def test_a_kubelet_that_came_up_during_the_start_is_asked_at_once(
+    desk: Desk, said: Said, quarters: ProfileResource, leases: KubeletLeases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "_meant", lambda: {quarters.name: quarters.means})
+    said.runs(quarters.name, "25c-48g-1")
+    sleeping = asyncio.Event()
+
+    async def sleep(_: float) -> None:
+        sleeping.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(leases, "_sleep", sleep)
+    running = asyncio.create_task(leases.run())
+    await sleeping.wait()
+    assert held(desk).keys() == {"25c-48g-1"}
+    running.cancel()
 
 
 async def test_what_cannot_be_so_is_said_once_and_nobody_loses_what_he_has(
