@@ -39,6 +39,7 @@ from amdvgpud.core.model import (
     Slice,
     SliceName,
     Usage,
+    gpu_of,
 )
 from amdvgpud.core.modes import Target
 from amdvgpud.core.plan import Plan
@@ -512,7 +513,7 @@ class Node:
     def _refuse_if_unfit(self, item: Slice) -> None:
         """``Conflict``: a new holder would be a new user of a GPU that takes none."""
         for share in item.shares:
-            gpu = GpuId(share.partition.rpartition("/")[0])
+            gpu = gpu_of(share.partition)
             if (health := self._health.get(gpu)) is not None and not health.placeable:
                 raise Conflict(
                     f"slice {item.name} is on {gpu}, which is {health.condition} and takes no new user: {health.reason}"
@@ -723,7 +724,7 @@ class Node:
         return [
             item
             for name, item in sorted(self._book.slices.items())
-            if name not in self._lost and any(share.partition.rpartition("/")[0] == gpu for share in item.shares)
+            if name not in self._lost and any(gpu_of(share.partition) == gpu for share in item.shares)
         ]
 
     async def _refuse_if_gpu_is_used(self, gpu: Gpu, mode: str, slices: Sequence[Slice], force: bool) -> None:
@@ -809,7 +810,7 @@ class Node:
     async def _left_on(self, shares: Sequence[Share], heir: SliceName | None = None) -> dict[GpuId, str]:
         inventory, found = self._inventory, {}
         for share in shares:
-            gpu, partition = inventory.gpu(_gpu_of(share.partition)), inventory.partition(share.partition)
+            gpu, partition = inventory.gpu(gpu_of(share.partition)), inventory.partition(share.partition)
             if gpu is None or partition is None:
                 continue
             if (reason := await asyncio.to_thread(self._leftovers.on, gpu, (partition,), inventory, heir)) is not None:
@@ -945,7 +946,7 @@ class Node:
         there = {gpu.id: gpu for gpu in self._inventory.gpus}
         unusable = {device.pci_address for device in self._inventory.unusable}
         self._seen |= there
-        cut_from = {_gpu_of(share.partition) for item in self._book.slices.values() for share in item.shares}
+        cut_from = {gpu_of(share.partition) for item in self._book.slices.values() for share in item.shares}
         before, self._gone = self._gone, {}
         for gpu in sorted((self._seen.keys() | cut_from) - there.keys()):
             if (last := self._seen.get(gpu)) is not None and last.pci_address in unusable:
@@ -967,10 +968,6 @@ class Node:
     async def _read_ledgers(self, names: Iterable[SliceName]) -> None:
         usage = await asyncio.to_thread(self._disk.usage, names)
         self._usage.update((n, u) for n, u in usage.items() if n in self._book.slices)
-
-
-def _gpu_of(partition: PartitionId) -> GpuId:
-    return GpuId(partition.rpartition("/")[0])
 
 
 def _bound(lease: Lease, containers: Sequence[Container]) -> Lease:

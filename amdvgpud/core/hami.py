@@ -35,6 +35,7 @@ from amdvgpud.core.model import (
     Request,
     Slice,
     SliceName,
+    gpu_of,
     slice_name,
 )
 from amdvgpud.core.modes import hami_partitions
@@ -219,9 +220,7 @@ def with_missing(now: Sequence[Offer], before: Sequence[Offer], inventory: Inven
     for gpu in inventory.gpus:
         here |= {str(gpu.id), gpu.smi_uuid or "", gpu.pci_address}
     gone = [
-        replace(offer, health=False)
-        for offer in before
-        if offer.id not in here and offer.partition.rpartition("/")[0] not in here
+        replace(offer, health=False) for offer in before if offer.id not in here and gpu_of(offer.partition) not in here
     ]
     return (*now, *(replace(offer, index=len(now) + i) for i, offer in enumerate(gone)))
 
