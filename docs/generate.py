@@ -320,8 +320,8 @@ FIGURES: Final[Sequence[tuple[str, str, str]]] = (
     ),
     (
         "amdvgpud.core.truth.MAX_EXCUSED_QUEUES",
-        "queues of a process whose need is not held against it",
-        "guess; HIP makes 4 for plain streams",
+        "compute queues of a slice on each of its partitions, whose need is not held against its processes",
+        "guess; HIP makes 4 in a process for plain streams",
     ),
     ("watchdog.after_s", "how long it must last", "guess; six looks at the default `kernel.sample_s`"),
     ("watchdog.grace_s", "from the telling to SIGTERM, and on to SIGKILL", "as docker and podman have it"),

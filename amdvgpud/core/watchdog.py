@@ -114,7 +114,7 @@ def _reason(rules: Rules, process: ProcessTruth) -> Reason | None:
     if not process.tracked:
         # Without a byte of VRAM it may be looking only: rocminfo opens the KFD too.
         return Reason.UNMANAGED if process.untracked_bytes else None
-    return Reason.UNTRACKED if process.untracked_bytes > rules.allowance_bytes + process.queue_bytes else None
+    return Reason.UNTRACKED if process.unexplained_bytes > rules.allowance_bytes else None
 
 
 def _suspicion(truth: Truth, process: ProcessTruth, reason: Reason, now_s: float) -> Suspicion:

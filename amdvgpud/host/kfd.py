@@ -33,6 +33,8 @@ _PROC: Final = ("sys/class/kfd/kfd/proc", "sys/devices/virtual/kfd/kfd/proc")
 _INITIAL_PID_NAMESPACE: Final = "pid:[4026531836]"
 _KIB: Final = {b"": 1, b"KiB": 1 << 10, b"MiB": 1 << 20}
 _SIZE: Final = re.compile(rb"(\d+)(?:[ \t]+(KiB|MiB))?")
+_COMPUTE_QUEUE: Final = 0
+"""``KFD_QUEUE_TYPE_COMPUTE`` of ``kfd_priv.h``, AQL or not; the request that makes a queue has numbers of its own."""
 _YOUNG_LOOKS: Final = 2
 _STRANGER_LOOKS: Final = 16
 """A process that is in no slice may enter one (a runtime, or ``amdvgpuctl run``, makes the mounts in the process that
@@ -64,7 +66,7 @@ class _Figures:
     occupancy: dict[int, int] = field(default_factory=dict)
     evicted: dict[int, int] = field(default_factory=dict)
     sdma: dict[int, int] = field(default_factory=dict)
-    queues: int = 0
+    compute_queues: dict[int, int] = field(default_factory=dict)
 
 
 class KernelFigures:
@@ -197,7 +199,7 @@ class KernelFigures:
                 cu_occupancy=figures.occupancy,
                 evicted_ms=figures.evicted,
                 sdma_us=figures.sdma,
-                queues=figures.queues,
+                compute_queues=figures.compute_queues,
             )
         self._known = {pid: known for pid, known in self._known.items() if pid in living}
 
@@ -270,7 +272,7 @@ class KernelFigures:
                 if kind == "context":
                     self._add_context(here, entry, dear, found)
                 elif entry == "queues" and dear:
-                    found.queues += len(_listed(here, entry))
+                    self._add_queues(here, entry, found)
                 elif not (tail.isascii() and tail.isdecimal()):
                     continue
                 elif kind == "vram":
@@ -283,6 +285,13 @@ class KernelFigures:
         finally:
             os.close(here)
         return True
+
+    def _add_queues(self, folder: int, entry: str, found: _Figures) -> None:
+        """Of compute: ``kfd_queue.c`` has an area for saving waves for no other type."""
+        for queue in _listed(folder, entry):
+            gpu_id = _number(folder, f"{entry}/{queue}/gpuid")
+            if gpu_id is not None and _number(folder, f"{entry}/{queue}/type") == _COMPUTE_QUEUE:
+                _add(found.compute_queues, gpu_id, 1)
 
     def _vram_used(self, pci_address: str) -> int | None:
         try:

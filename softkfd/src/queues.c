@@ -29,7 +29,9 @@ static void publish(int id, const struct soft_queue *q) {
   int n = soft_process_folder(path, sizeof path);
   n += snprintf(path + n, sizeof path - n, "/queues/%d", id), soft_put_folder(path);
   snprintf(path + n, sizeof path - n, "/gpuid"), soft_put(path, q->gpu->gpu_id);
-  snprintf(path + n, sizeof path - n, "/type"), soft_put(path, q->type);
+  /* As the KFD numbers them inside, where AQL is a format and no type. */
+  snprintf(path + n, sizeof path - n, "/type"),
+      soft_put(path, q->type == KFD_IOC_QUEUE_TYPE_COMPUTE_AQL ? KFD_IOC_QUEUE_TYPE_COMPUTE : q->type);
   snprintf(path + n, sizeof path - n, "/size"), soft_put(path, q->size);
 }
 

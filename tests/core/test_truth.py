@@ -112,12 +112,42 @@ def test_what_a_queue_needs_is_what_the_driver_reckons_or_a_little_more(
     assert driver_bytes <= reckoned <= driver_bytes * 1.002
 
 
-def test_each_queue_excuses_what_it_needs_up_to_a_bound() -> None:
-    one = context_save_bytes(MACHINE.partitions[0])
-    for queues, excused in ((0, 0), (3, 3), (500, MAX_EXCUSED_QUEUES)):
-        process = replace(a_process(50, {1000: 5 * MIB}, A), queues=queues)
-        found = compared(a_book(a_slice(A, FIRST)), a_ledger(A, (50, {1000: MIB})), process)
-        assert [p.queue_bytes for p in found.slices[A].processes] == [excused * one]
+def excused(*processes: KernelProcess, book: Book | None = None) -> list[dict[PartitionId, int]]:
+    """By process, in the order of their pids; each has one MiB in its slot of slice a on either GPU."""
+    ledger = a_ledger(A, *((p.start_ticks, {1000: MIB, 1001: MIB}) for p in processes))
+    found = compared(book or a_book(a_slice(A, FIRST)), ledger, *processes).slices[A]
+    return [dict(p.queue_bytes) for p in found.processes]
+
+
+ONE = context_save_bytes(MACHINE.partitions[0])
+
+
+@pytest.mark.parametrize(("queues", "counted"), [(0, 0), (3, 3), (500, MAX_EXCUSED_QUEUES)])
+def test_each_compute_queue_excuses_what_it_needs_up_to_a_bound(queues: int, counted: int) -> None:
+    process = replace(a_process(50, {1000: 99 * GIB}, A), compute_queues={1000: queues})
+    assert excused(process) == [{FIRST: counted * ONE} if counted else {}]
+
+
+def test_queues_excuse_no_more_than_there_is_and_nothing_on_another_gpu() -> None:
+    process = replace(a_process(50, {1000: 2 * MIB, 1001: 9 * GIB}, A), compute_queues={1000: 3})
+    assert excused(process, book=a_book(a_slice(A, FIRST, SECOND))) == [{FIRST: MIB}]
+
+
+def test_ten_processes_of_a_slice_have_one_bound_together_and_the_oldest_come_first() -> None:
+    """Each by itself would excuse 28 GiB on an MI300X: seven times what a slice of 4 GiB has."""
+    many = [replace(a_process(50 + i, {1000: 3 * GIB}, A), start_ticks=80 - i) for i in range(10)]
+    found = excused(*(replace(p, compute_queues={1000: MAX_EXCUSED_QUEUES - 2}) for p in many))
+    assert [of.get(FIRST, 0) for of in found] == [*[0] * 8, 2 * ONE, 14 * ONE]
+    idle = replace(a_process(49, {1000: MIB}, A), start_ticks=1, compute_queues={1000: 16})
+    busy = replace(a_process(50, {1000: 9 * GIB}, A), compute_queues={1000: 4})
+    assert excused(idle, busy) == [{}, {FIRST: 4 * ONE}]
+
+
+def test_what_has_no_gate_has_no_excuse_and_takes_none_from_others() -> None:
+    book, many = a_book(a_slice(A, FIRST)), {1000: MAX_EXCUSED_QUEUES}
+    processes = [replace(a_process(pid, {1000: 9 * GIB}, A), compute_queues=many) for pid in (50, 51)]
+    found = compared(book, a_ledger(A, (51, {1000: MIB})), *processes).slices[A]
+    assert [(p.tracked, p.queue_bytes) for p in found.processes] == [(False, {}), (True, {FIRST: 16 * ONE})]
 
 
 def test_a_ledger_is_believed_up_to_what_can_be_true_and_who_has_most_is_not() -> None:

@@ -19,7 +19,7 @@ def a_look(
     """One process of slice ``a``; ``ledger`` None: it has no slot. ``queues``: bytes that its queues excuse."""
     known = {} if ledger is None else {AT: ledger}
     process = ProcessTruth(
-        pid, start_ticks, 7, 900, "python3", ledger is not None, {AT: driver}, known, queue_bytes=queues
+        pid, start_ticks, 7, 900, "python3", ledger is not None, {AT: driver}, known, queue_bytes={AT: queues}
     )
     return Comparison({A: Truth(A, {AT: GpuTruth(driver, 0, None)}, (process,), gated)})
 
@@ -76,6 +76,14 @@ def test_what_its_queues_need_is_no_sign_of_anything() -> None:
     assert judge(RULES, a_look(4000, 100, queues=3890), {}, 5.0)[0] == {}
     assert [s.reason for s in judge(RULES, a_look(4001, 100, queues=3890), {}, 5.0)[0].values()] == [Reason.UNTRACKED]
     assert judge(RULES, a_look(100, None, queues=3890), {}, 5.0)[0], "without a gate there is nothing to excuse"
+
+
+def test_what_queues_need_on_one_gpu_explains_nothing_on_another() -> None:
+    driver = {AT: 50, PartitionId("GPU-1/0"): 50}
+    for queues, blamed in (({AT: 40, PartitionId("GPU-1/0"): 50}, False), ({AT: 500}, True)):
+        process = ProcessTruth(50, 77, 7, 900, "python3", True, driver, {}, queue_bytes=queues)
+        look = Comparison({A: Truth(A, {}, (process,), True)})
+        assert bool(judge(RULES, look, {}, 5.0)[0]) is blamed
 
 
 def test_one_look_in_which_all_is_well_starts_the_time_anew() -> None:

@@ -94,9 +94,15 @@ def test_contexts_of_a_process_are_summed_and_only_a_slice_s_process_is_asked_fo
         "sdma_1000": 44,
         "stats_1000/evicted_ms": 5,
         "stats_1000/cu_occupancy": 12,
-        "queues/1/size": 4096,
-        "queues/2/size": 4096,
-        "context_1/queues/1/size": 4096,
+        "queues/1/type": 0,
+        "queues/1/gpuid": 1000,
+        "queues/2/type": 1,  # a copy engine's: no waves, nothing to save
+        "queues/2/gpuid": 1000,
+        "queues/3/type": 0,
+        "queues/3/gpuid": 1001,
+        "queues/4/gpuid": 1000,  # it ends while we look
+        "context_1/queues/1/type": 0,
+        "context_1/queues/1/gpuid": 1000,
         "context_1/vram_1000": 2 * MIB,
         "context_1/stats_1000/evicted_ms": 7,
         "context_1/context_2/vram_1001": MIB,
@@ -109,7 +115,19 @@ def test_contexts_of_a_process_are_summed_and_only_a_slice_s_process_is_asked_fo
     assert machine.figures().read(Inventory()) == KernelPicture(
         5.0,
         (
-            KernelProcess(50, 77, 7, 0, "python3", ALICE, vram, {}, {1000: 12}, {1000: 12}, {}, "/docker/0123", 3),
+            KernelProcess(
+                50,
+                77,
+                7,
+                0,
+                "python3",
+                ALICE,
+                vram,
+                cu_occupancy={1000: 12},
+                evicted_ms={1000: 12},
+                cgroup="/docker/0123",
+                compute_queues={1000: 2, 1001: 1},
+            ),
             KernelProcess(60, 77, 60, 0, "python3", Belonging(), vram),
         ),
     )

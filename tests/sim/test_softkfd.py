@@ -405,6 +405,7 @@ def test_the_driver_shows_a_process_of_a_container_by_its_pid_here_for_as_long_a
         assert [folder.name for folder in proc.iterdir()] == [str(pid)]
         assert made.figure(f"sys/class/kfd/kfd/proc/{pid}/vram_4642") == 2 * GIB
         assert made.figure(f"sys/class/kfd/kfd/proc/{pid}/queues/1/gpuid") == 4642
+        assert made.figure(f"sys/class/kfd/kfd/proc/{pid}/queues/1/type") == 0
         assert not (proc / f"{pid}/vram_4369").exists()
         [token] = (made.root / "procs").iterdir()
         os.kill(pid, signal.SIGKILL)
