@@ -25,7 +25,7 @@ class Sysfs(Protocol):
         ...
 
     def temperatures_c(self, pci_address: str) -> Mapping[str, float]:
-        """Degrees Celsius by the driver's name of the sensor (edge, junction, mem); a sleeping GPU is not woken."""
+        """Degrees Celsius by the driver's name of the sensor (edge, junction, mem); none of a GPU that may sleep."""
         ...
 
 

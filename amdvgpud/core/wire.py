@@ -222,7 +222,7 @@ class GpuView(Struct, kw_only=True):
     profiles: list[ProfileView] = msgspec.field(default_factory=list)
     """Empty: the GPU cannot be partitioned."""
     temperatures_c: dict[str, float] = msgspec.field(default_factory=dict)
-    """By the driver's name of the sensor, as of the last sample; empty where there is none, or while it sleeps."""
+    """By the driver's name of the sensor, as of the last sample; empty where there is none, or the GPU may sleep."""
 
 
 class RepartitionView(Struct, kw_only=True):

@@ -110,10 +110,19 @@ class SysfsReader:
         return None if path is None else _number(_read(f"{path}/mem_info_vram_used"))
 
     def temperatures_c(self, pci_address: str) -> dict[str, float]:
-        """What hwmon has (Documentation/gpu/amdgpu/thermal.rst); empty where there is none, or it would be woken."""
+        """What hwmon has (Documentation/gpu/amdgpu/thermal.rst); empty where there is none, or the card may sleep.
+
+        A read counts as use (``amdgpu_pm.c`` ends in ``pm_runtime_put_autosuspend``), after which the card is awake for
+        five seconds; with one every two seconds an idle card would never sleep. No figure is worth that. Which may:
+        Documentation/ABI/testing/sysfs-devices-power; the delay of one that has no autosuspend is EIO.
+        """
         path = self._device(pci_address)
-        # The driver wakes its card for these files, and no other figure is worth that.
         if path is None or _text(_read(f"{path}/power/runtime_status")) in ("suspended", "suspending"):
+            return {}
+        if (
+            _text(_read(f"{path}/power/control")) == "auto"
+            and _number(_read(f"{path}/power/autosuspend_delay_ms")) is not None  # a negative one: it never sleeps
+        ):
             return {}
         found = {}
         for monitor in _names_in(f"{path}/hwmon"):

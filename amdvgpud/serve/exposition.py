@@ -66,7 +66,8 @@ METRICS: Final = (
         "gauge",
         "celsius",
         ("gpu_uuid", "sensor"),
-        "Temperature at the last sample, by the driver's sensors (edge, junction, mem); absent of a GPU that sleeps.",
+        "Temperature at the last sample, by the driver's sensors (edge, junction, mem); absent of a GPU that may sleep "
+        "when idle (its power/control is auto), which reading would keep awake.",
     ),
     Metric("amdvgpu_gpu_vram_reserved_bytes", "gauge", "bytes", ("gpu_uuid",), "Sum of the VRAM quotas on the GPU."),
     Metric(

@@ -248,7 +248,7 @@ def test_one_gpu_with_all_its_files(machine: Machine) -> None:
     assert reader.vram_used_bytes("../../etc") is None
 
 
-def test_temperatures_are_those_of_hwmon_and_a_sleeping_card_is_not_woken_for_them(machine: Machine) -> None:
+def test_temperatures_are_those_of_hwmon_and_a_card_that_may_sleep_is_not_kept_awake_for_them(machine: Machine) -> None:
     machine.add_gpu("0000:83:00.0", node=1, minor=128)
     reader = SysfsReader(machine.root)
     assert reader.temperatures_c("0000:83:00.0") == {}
@@ -261,6 +261,16 @@ def test_temperatures_are_those_of_hwmon_and_a_sleeping_card_is_not_woken_for_th
     (device / "power").mkdir(exist_ok=True)
     for status, seen in (("active", {"edge": 53.0, "junction": 54.5}), ("suspended", {}), ("suspending", {})):
         (device / "power/runtime_status").write_text(f"{status}\n")
+        assert reader.temperatures_c("0000:83:00.0") == seen
+    (device / "power/runtime_status").write_text("active\n")
+    for control, delay, seen in (
+        ("auto", "5000\n", {}),  # each read would start its five seconds anew
+        ("on", "5000\n", {"edge": 53.0, "junction": 54.5}),
+        ("auto", "-1\n", {"edge": 53.0, "junction": 54.5}),
+        ("auto", "", {"edge": 53.0, "junction": 54.5}),  # a driver that does not use it answers EIO
+    ):
+        (device / "power/control").write_text(f"{control}\n")
+        (device / "power/autosuspend_delay_ms").write_text(delay)
         assert reader.temperatures_c("0000:83:00.0") == seen
     assert reader.temperatures_c("../../etc") == {}
 
