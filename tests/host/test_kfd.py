@@ -288,6 +288,26 @@ def test_processes_that_do_not_show_what_they_have_open_are_counted_and_told_of(
     assert reason.startswith("2 processes of slices do not show this daemon what they have open")
 
 
+def test_who_does_not_even_list_its_descriptors_is_counted_too(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As without CAP_DAC_OVERRIDE: the folder ``fd`` of another user's process cannot be opened."""
+    for pid in (50, 51, 60):
+        machine.run(pid, inside=pid != 60)
+        machine.open_kfd(pid, {"vram_1000": MIB})
+    (machine.root / "proc/51/fd").rmdir()  # it has ended
+    real = os.open
+
+    def denied(path: str | Path, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        if str(path) == "fd" and (Path(f"/proc/self/fd/{dir_fd}").readlink() / "fd").exists():
+            raise PermissionError(13, "Permission denied")
+        return real(path, flags, mode, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "open", denied)
+    (reason,) = machine.figures().read(Inventory()).reasons
+    assert reason.startswith("1 processes of slices do not show this daemon what they have open")
+
+
 def test_a_look_leaves_no_descriptor_open(machine: Machine) -> None:
     machine.run(50, inside=True)
     machine.open_kfd(50, {"vram_1000": MIB, "context_1/vram_1000": MIB})
