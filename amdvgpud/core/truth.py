@@ -167,6 +167,7 @@ class Truth:
 
     slice: SliceName
     gpus: Mapping[PartitionId, GpuTruth]
+    """Empty where the slice is whole Partitions and all that the machine has: nobody can tell whose a process is."""
     processes: tuple[ProcessTruth, ...]
     gated: bool
     """False for a slice that has all of its Partitions: it needs no gate, so that nothing in it is unmanaged."""
@@ -231,17 +232,21 @@ def compare(
     Above a ceiling the processes with most are not believed: who has taken what is the slice's own affair.
 
     Whole Partitions are given as device nodes, without anything that names their slice. So a process that may open
-    nothing but those is its; where the machine has nothing but those, it cannot be told from one of the host's.
+    nothing but those is its; where the machine has nothing but those, it cannot be told from one of the host's, and the
+    slice has no figures.
     """
     if picture.processes is None:
         return None
     by_gpu_id = {p.kfd_gpu_id: p for p in inventory.partitions}
     slots = {name: {(p.pid, p.start_ticks): p for p in of.processes} for name, of in usage.items()}
     members: dict[SliceName, list[_Member]] = {name: [] for name in book.slices}
+    everything = by_gpu_id.keys()
     whole = _whole_slices(book, inventory)
+    told = [(item, ids) for item, ids in whole if ids < everything]
+    untold = {item.name for item, ids in whole if ids == everything}
     strangers = []
     for process in picture.processes:
-        own = _slices_of(process, book, slots) or _whole_slice_of(process, whole)
+        own = _slices_of(process, book, slots) or _whole_slice_of(process, told)
         places = {share.partition for item, _ in own for share in item.shares}
         left = driver_bytes_of(process, inventory.gpus, places)
         rows = [(item, slot, _of_ledger(item, slot, by_gpu_id)) for item, slot in own]
@@ -260,6 +265,9 @@ def compare(
     for (name, at), ceiling in ceilings.items():
         members[name] = _disbelieved(members[name], at, ceiling)
     slices = {name: _slice_truth(book.slices[name], inventory, of) for name, of in members.items()}
+    for name in untold:
+        if not members[name]:  # nobody known is not nobody there
+            slices[name] = replace(slices[name], gpus={})
     return Comparison(slices, tuple(strangers))
 
 
@@ -281,15 +289,12 @@ def _slices_of(process: KernelProcess, book: Book, slots: _Slots) -> list[tuple[
 
 
 def _whole_slices(book: Book, inventory: Inventory) -> list[tuple[Slice, frozenset[int]]]:
-    """Those that are whole Partitions and not all that the machine has, with the KFD gpu_ids of these."""
-    everything = frozenset(p.kfd_gpu_id for p in inventory.partitions)
+    """Those that are whole Partitions, with the KFD gpu_ids of these."""
     found = []
     for item in book.slices.values():
         if item.request.compute.policy is ComputePolicy.WHOLE:
             partitions = (inventory.partition(share.partition) for share in item.shares)
-            ids = frozenset(p.kfd_gpu_id for p in partitions if p is not None)
-            if ids < everything:
-                found.append((item, ids))
+            found.append((item, frozenset(p.kfd_gpu_id for p in partitions if p is not None)))
     return found
 
 

@@ -233,6 +233,17 @@ def test_a_process_that_may_open_nothing_but_a_whole_slices_gpus_is_in_that_slic
     assert (found.slices[A].unmanaged, [p.pid for p in found.strangers]) == ((), [51, 52])
 
 
+def test_a_whole_slice_of_all_that_there_is_has_no_figure_rather_than_0() -> None:
+    """Its processes cannot be told from the host's, so nothing is known of it; a mount still tells."""
+    whole = a_slice(A, FIRST, SECOND, vram_bytes=MACHINE.partitions[0].vram_bytes, whole=True)
+    whole = replace(whole, request=replace(whole.request, compute=Compute(ComputePolicy.WHOLE)))
+    process = a_process(50, {1000: 5 * MIB, 1001: 0})
+    found = compared(a_book(whole), {}, process)
+    assert (found.slices[A].gpus, found.slices[A].processes, [p.pid for p in found.strangers]) == ({}, (), [50])
+    found = compared(a_book(whole), {}, replace(process, belonging=Belonging((A,))))
+    assert found.slices[A].gpus == {FIRST: GpuTruth(5 * MIB, None, None), SECOND: GpuTruth(0, None, None)}
+
+
 def test_a_slice_is_unlimited_only_with_all_cus_and_all_vram_of_a_partition_that_is_there() -> None:
     assert needs_gate(a_slice(A, FIRST, whole=True), MACHINE)
     assert needs_gate(a_slice(A, FIRST, vram_bytes=192 * GIB), MACHINE)
