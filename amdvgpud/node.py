@@ -865,7 +865,8 @@ class Node:
             raise Conflict(
                 f"slice {item.name} cannot be {verb}: {error}, so nobody knows what runs in it; ask by force"
             ) from error
-        self._usage[item.name] = usage
+        if item.name in self._book.slices:  # asked from outside of a change, it may have been deleted meanwhile
+            self._usage[item.name] = usage
         if processes := usage.processes:
             pids = ", ".join(str(p.pid) for p in processes[:8])
             raise Conflict(f"slice {item.name} cannot be {verb}: {len(processes)} processes run in it (pids {pids})")

@@ -222,6 +222,27 @@ async def test_a_slice_in_use_is_neither_replaced_nor_deleted(bench: Bench) -> N
     assert bench.everything() == (set(), set(), set(), ())
 
 
+async def test_a_slice_that_is_deleted_while_it_is_asked_about_leaves_nothing(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await bench.node.put_slice(quarter())
+    usage, asked, go_on = bench.files.usage, threading.Event(), threading.Event()
+
+    def slowly(name: SliceName) -> Usage:
+        found = usage(name)
+        asked.set()
+        go_on.wait(10)
+        return found
+
+    monkeypatch.setattr(bench.files, "usage", slowly)
+    asking = asyncio.create_task(bench.node.refuse_if_occupied(ALICE, "freed"))
+    await asyncio.to_thread(asked.wait, 10)
+    await bench.node.delete_slice(ALICE, force=True)
+    go_on.set()
+    await asking
+    assert ALICE not in bench.node.view().usage
+
+
 async def test_deleting_withdraws_the_cdi_device_before_the_files(bench: Bench) -> None:
     await bench.node.put_slice(quarter())
     bench.faults.done.clear()
