@@ -154,10 +154,20 @@ class Pod(msgspec.Struct, frozen=True):
         return self.status.phase in ("Succeeded", "Failed")
 
     @property
+    def _every_status(self) -> tuple[ContainerStatus, ...]:
+        return (*(self.status.init_container_statuses or ()), *(self.status.container_statuses or ()))
+
+    @property
+    def stopped(self) -> bool:
+        """Whether no container of it runs, by what the kubelet has said of each."""
+        return all(each.state.terminated is not None for each in self._every_status)
+
+    @property
     def begun(self) -> bool:
         """Whether any of its containers has run. A pod is ``Pending`` while its init containers do."""
-        seen = (*(self.status.init_container_statuses or ()), *(self.status.container_statuses or ()))
-        return any(each.restart_count or each.state.running is not None or each.state.terminated for each in seen)
+        return any(
+            each.restart_count or each.state.running is not None or each.state.terminated for each in self._every_status
+        )
 
     def runs_first(self, container: PodContainer) -> bool:
         """Whether it is over before the containers behind it start: an init container that is no sidecar."""

@@ -88,7 +88,8 @@ class PodWatch:
         """Uids that the API called over when it was asked, before the watch did. A pod that is over stays so."""
         self._ended: set[str] = set()
         """Uids of pods whose containers had ended when they were last seen: the kubelet has said so, and is not asked
-        when they have been deleted. It lets a pod go from the API no sooner, unless somebody deletes it by force."""
+        when they have been deleted. It lets a pod go from the API no sooner, unless somebody deletes it by force. The
+        phase alone does not say it: the control plane calls pods failed whose Node object is gone."""
         self._changed = asyncio.Event()
         self.pods: dict[str, Pod] = {}
         self.listed = asyncio.Event()
@@ -106,9 +107,8 @@ class PodWatch:
 
     async def _follow(self) -> None:
         async for change in self._api.watch_pods(self._cluster_node):
-            self._ended |= {
-                pod.metadata.uid for pod in (change.pods if isinstance(change, Listed) else (change.pod,)) if pod.ended
-            }
+            seen = change.pods if isinstance(change, Listed) else (change.pod,)
+            self._ended |= {pod.metadata.uid for pod in seen if pod.ended and pod.stopped}
             if isinstance(change, Listed):
                 self.pods = {pod.metadata.uid: pod for pod in change.pods}
                 self._final &= self.pods.keys()

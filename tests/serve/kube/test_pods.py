@@ -112,6 +112,35 @@ async def test_a_pod_that_had_ended_before_it_was_deleted_is_over_whatever_the_k
     following.cancel()
 
 
+@pytest.mark.parametrize(
+    ("states", "freed"),
+    [
+        ([{"terminated": {"exitCode": 137}}, {"running": {}}], 0),
+        ([{"terminated": {"exitCode": 137}}, {"waiting": {"reason": "ContainerCreating"}}], 0),
+        ([{"terminated": {"exitCode": 137}}, {"terminated": {"exitCode": 0}}], 1),
+    ],
+)
+async def test_of_a_pod_that_was_called_failed_while_its_containers_ran_the_kubelet_is_asked(
+    stage: Stage, states: list[Json], freed: int
+) -> None:
+    """As the control plane calls those of a Node object that is gone, and deletes them by force."""
+    await served(stage, "a")
+    stage.held = {("default", "a")}
+    init, main = ([{"name": name, "state": state}] for name, state in zip(("init", "main"), states, strict=True))
+    stage.api.change_pod("default", "a", {"status": {"initContainerStatuses": init, "containerStatuses": main}})
+    end(stage, "Failed")
+    (failed,) = await stage.client.list_pods(HERE)
+    end(stage, "deleted")
+    told: asyncio.Queue[Changed] = asyncio.Queue()
+    stage.client.watch_pods = lambda node: queued(told)  # type: ignore[method-assign]
+    following = asyncio.create_task(stage.watch.run())
+    told.put_nowait(Changed(failed, deleted=False))
+    told.put_nowait(Changed(failed, deleted=True))
+    await told.join()
+    assert await stage.watch.make_room() == (freed, 1 - freed)
+    following.cancel()
+
+
 async def queued(told: asyncio.Queue[Changed]) -> AsyncIterator[Changed]:
     while True:
         yield await told.get()
