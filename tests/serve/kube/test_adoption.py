@@ -125,6 +125,19 @@ async def test_a_limit_that_the_api_server_writes_with_a_unit_is_what_it_was(los
     assert shares(after) == shares(lost.stage)
 
 
+async def test_a_slice_that_an_operator_takes_from_a_running_pod_is_not_given_back_to_it(lost: Lost) -> None:
+    pod = await lost.serve("a", a_container("main", gpumem=16384, gpucores=25), allocation=f"{QUARTER};")
+    after, adoption = await lost.new_daemon()
+    for _ in range(2):
+        await adoption.look()
+    await after.node.delete_slice(SliceName(slice_of(pod)), force=True)
+    for _ in range(2):
+        await adoption.look()
+    assert shares(after) == {}
+    await after.side.keep()
+    assert health(after) == [False, True]
+
+
 async def test_what_an_init_container_had_that_has_ended_is_not_taken_up(lost: Lost) -> None:
     load, main = (a_container(name, gpumem=16384, gpucores=25) for name in ("load", "main"))
     pod = await lost.serve("a", main, init=[load], allocation=f"{QUARTER.replace(GPU, OTHER)};{QUARTER};")
