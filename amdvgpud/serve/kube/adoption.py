@@ -1,8 +1,8 @@
 """Pods of HAMi's scheduler that run since before this Book (it was lost, or is new), taken up as what they have.
 
 Nothing of a GPU with such a pod is given to other pods of that scheduler (:meth:`PodWatch.strangers`), since nobody
-here knows what of it is free. A pod's annotations say it, and its owner can write them. So they are believed only as far
-as others say the same, to whom he cannot write:
+here knows what of it is free. A pod's annotations say it, and its owner can write them. So they are believed only as
+far as others say the same, to whom he cannot write:
 
 * how much: the pod's own limits, which nobody changes once it is made;
 * on which GPU: the kubelet's list of devices, whose ids are those of the GPUs where it has followed our preference;
@@ -61,8 +61,8 @@ class Adoption:
         self._devices = devices
         self._said: dict[str, str] = {}
         self._known: set[str] = set()
-        """Uids of pods that have had a slice in this Book: one that has none any more has lost it to an operator, who is
-        not contradicted. Its GPU is held back all the same, since it runs there."""
+        """Uids of pods that have had a slice in this Book: one that has none any more has lost it to an operator, who
+        is not contradicted. Its GPU is held back all the same, since it runs there."""
 
     async def run(self) -> None:
         """Until cancelled: the kubelet may not have answered yet."""
