@@ -11,6 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
+import pytest
+
 from amdvgpud.core import hami
 from tests.daemons import PROGRAM, a_daemon, options_of
 from tests.kubernetes.conftest import ENVIRONMENT, kubelet_options
@@ -65,7 +68,8 @@ async def test_a_pod_of_the_scheduler_gets_its_share_also_after_a_kill_and_gives
     del kubelet.plugins[hami.COUNT_RESOURCE]
     with serving(folder, kubelet) as process:
         plugin = await kubelet.registered(hami.COUNT_RESOURCE, within_s=30)
-        assert [answer] == await plugin.allocate([f"{gpus[1]['id']}#4"])
+        with pytest.raises(grpc.aio.AioRpcError, match="no binding pod found"):
+            await plugin.allocate([f"{gpus[1]['id']}#4"])
         name = f"pod-{pod['metadata']['uid']}.0"
         assert (folder / "run" / "slices" / name).is_dir()
         api.delete_pod("default", "a")

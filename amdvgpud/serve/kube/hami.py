@@ -154,7 +154,10 @@ class HamiSide:
             log.info("HAMi's scheduler was told of %d GPUs or partitions.", len(self._offered))
         self._said = text
         await self._tell_health(view)
-        await self._lock.release_if_stuck(cluster)
+        try:
+            await self._lock.release_if_stuck(cluster)
+        except AmdvgpuError as error:
+            log.warning("Whether the node lock was left behind could not be settled, it is tried again: %s", error)
         await self._keep_cus(view)
 
     def _tell_strangers(self, held: Mapping[str, Pod]) -> None:
@@ -436,7 +439,11 @@ class HamiResource:
             raise
 
     async def again(self, ids: Sequence[str], pod_uid: str, container: str) -> Grant | None:
-        """Told without the API, which may be away while containers start again."""
+        """Told without the API, which may be away while containers start again.
+
+        ``NotFound`` of an init container that has nothing (any more): the kubelet would start it with what it was told
+        once, which may be another's now. Of a pod that the watch does not know (yet) nobody can tell, so that starts.
+        """
         view = self._node.view()
         slices = [
             item
@@ -448,7 +455,15 @@ class HamiResource:
         for item in slices:
             if item.name in view.lost:
                 raise Conflict(f"slice {item.name} is lost: {view.lost[item.name]}")
-        return await asyncio.to_thread(self._deliver, slices) if slices else None
+        if slices:
+            return await asyncio.to_thread(self._deliver, slices)
+        pod = self._pods.pods.get(pod_uid)
+        if pod is not None and any(each.name == container and pod.runs_first(each) for each in asking(pod)):
+            raise NotFound(
+                f"init container {container} of {pod} has no slice here, for what it had is freed when it has "
+                "succeeded: make the pod anew"
+            )
+        return None
 
     def _undone(self, work: asyncio.Task[Grant]) -> None:
         self._undoing.discard(work)

@@ -406,13 +406,24 @@ class _Session:
         told = [entry for entry in every if entry.resource == self._name and set(entry.ids) == set(ids)]
         if not told:
             log.warning("%s: the kubelet's checkpoint has no container with %s", self._name, ", ".join(ids))
+        freed: NotFound | None = None
+        others = False
         for entry in told:  # an init container, whose devices go to one behind it, has an entry too
-            grant = await self._resource_of(self._name).again(ids, entry.pod_uid, entry.container)
+            try:
+                grant = await self._resource_of(self._name).again(ids, entry.pod_uid, entry.container)
+            except NotFound as error:
+                freed = error
+                continue
+            others = True
             if grant is None or not entry.answer:
                 continue
             answer = pb.ContainerAllocateResponse.FromString(entry.answer)
             if (why := await asyncio.to_thread(outdated, answer, grant)) is not None:
                 raise Conflict(f"container {entry.container}: {why}")
+        # Which of them starts cannot be told; most often it is the one that still has something. One that nobody here
+        # has served counts too: a stranger's program is let be.
+        if freed is not None and not others:
+            raise freed
 
 
 # ------------------------------------------------------------------------------------------------------- messages

@@ -91,7 +91,8 @@ class Resource(Protocol):
         """What a container that was given ``ids`` would get now, as it is about to start, perhaps once more.
 
         None: nobody here has served it (it is from before), and what it has is not known. An ``AmdvgpuError``: it must
-        not start; the kubelet shows the text and tries again.
+        not start; the kubelet shows the text and tries again. ``NotFound``: what it had is freed, which says nothing of
+        another container that has the same ids.
         """
         ...
 

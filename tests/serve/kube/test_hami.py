@@ -1042,7 +1042,39 @@ async def test_a_gpu_without_a_known_numa_node_has_none_for_the_kubelet(stage: S
     assert {d.numa_node for d in stage.side.resource.devices(stage.node.view())} == {None}
 
 
+async def test_a_lock_that_cannot_be_looked_into_keeps_no_pods_cus_from_being_put_right(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    stage.pod("a", allocation=f"{QUARTER};")
+    await stage.side.resource.allocate([f"{GPU}#0"])
+    stage.api.change_pod("default", "a", {"metadata": {"annotations": {hami.CU_ALLOCATED: "nonsense"}}})
+    stage.watch.pods = {p.metadata.uid: p for p in await stage.client.list_pods(HERE)}
+    stage.lock(stage.api.pods["default", "a"])
+    stage.api.faults = [("PATCH", "nodes/n1", failing(409))] * 40
+    await stage.side.keep()
+    assert json.loads(stage.notes("a")[hami.CU_ALLOCATED]) == {GPU: "0-71"}
+    assert "Whether the node lock was left behind could not be settled" in caplog.text
+
+
 # --------------------------------------------------------------------------------------------------- starts again
+
+
+@pytest.mark.parametrize("mains", [0, 1], ids=["it alone asks for GPUs", "the one behind it does too"])
+async def test_an_init_container_whose_slice_is_freed_does_not_start_again(stage: Stage, mains: int) -> None:
+    text = f"{WHOLE};" * (1 + mains)
+    pod = stage.pod("a", a_container("main", mains), init=[a_container("setup")], allocation=text)
+    for _ in range(1 + mains):
+        await stage.side.resource.allocate([f"{GPU}#0"])
+    uid = pod["metadata"]["uid"]
+    assert await stage.side.resource.again(["x"], uid, "setup") is not None
+    ended = {"initContainerStatuses": [{"name": "setup", "state": {"terminated": {"exitCode": 0}}}]}
+    stage.api.change_pod("default", "a", {"status": ended})
+    stage.watch.pods = {p.metadata.uid: p for p in await stage.client.list_pods(HERE)}
+    assert await stage.watch.release_ended(0) == 1
+    with pytest.raises(NotFound, match="init container setup of default/a has no slice here, for what it had is freed"):
+        await stage.side.resource.again(["x"], uid, "setup")
+    main = await stage.side.resource.again(["x"], uid, "main")
+    assert (main is not None) == bool(mains)
 
 
 async def test_a_container_that_starts_again_has_its_own_slices_even_while_the_api_is_away(stage: Stage) -> None:

@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 from amdvgpud.core.delivery import Choice, Way
-from amdvgpud.core.errors import Conflict, NoRoom
+from amdvgpud.core.errors import Conflict, NoRoom, NotFound
 from amdvgpud.core.health import Condition, Health
 from amdvgpud.core.model import Compute, Partition
 from amdvgpud.core.profiles import SliceProfile
@@ -256,6 +256,33 @@ async def test_a_container_whose_slice_is_lost_does_not_start_and_one_that_nobod
         f"{GPU}: the kubelet's checkpoint has no container with x#1",
         f"{GPU}: nobody knows what the container with x#1 was told: the kubelet's checkpoint {checkpoint}",
     ]
+
+
+async def test_a_container_that_has_nothing_any_more_starts_only_where_another_has_something_by_the_same_devices(
+    desk: Desk, plugins_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which of the two starts the kubelet does not say."""
+    resource, has = TenSlots(), {"setup": False, "main": True}
+
+    async def again(ids: Sequence[str], pod_uid: str, container: str) -> Grant | None:
+        if not has[container]:
+            raise NotFound(f"{container} has no slice here")
+        return None if resource.strange else await resource.allocate(ids)
+
+    monkeypatch.setattr(resource, "again", again)
+    async with a_kubelet(plugins_dir) as kubelet, running(a_plugin(desk, plugins_dir, resource)):
+        plugin = await kubelet.registered(GPU)
+        (told,) = await plugin.allocate(["x#1"])
+        for container in has:
+            kubelet.remember("uid-1", container, GPU, ["x#1"], told)
+        for resource.strange in (True, False):
+            await plugin.pre_start("x#1")
+        has["main"] = False
+        with pytest.raises(grpc.aio.AioRpcError, match="has no slice here") as refused:
+            await plugin.pre_start("x#1")
+        assert refused.value.code().name == "NOT_FOUND"
+        has.update(setup=True)
+        await plugin.pre_start("x#1")
 
 
 def test_files_that_are_no_more_keep_a_container_from_starting(tmp_path: Path) -> None:
