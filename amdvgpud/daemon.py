@@ -84,7 +84,9 @@ class Daemon:
         if self._kubelet is not None:
             await self._kubelet.start()
         else:
-            await Profiles(node, ()).cut()  # what was cut for a kubelet goes, where none is served any more
+            # What was cut for a kubelet goes, where none is served any more; but for what it has leases of: nobody
+            # looks after these now, and whether their pods have ended only the kubelet knows.
+            await Profiles(node, ()).cut()
         api = self._api()
         # What the start has made lives as long as the daemon. The collector would walk it again and again in the midst
         # of requests, tens of milliseconds at a time.

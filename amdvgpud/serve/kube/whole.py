@@ -5,7 +5,8 @@ then keeps everybody else away, and the container gets device nodes alone, witho
 made at Allocate and goes with its lease; a Partition of which anything is promised otherwise is not fit meanwhile.
 
 Names as ROCm/k8s-device-plugin gives them: by compute and memory mode (``cpx_nps4``), ``single`` or ``mixed``. Other
-than there, a GPU without modes on a mixed node is announced too, as ``amd.com/gpu``.
+than there, a GPU without modes on a mixed node is announced too, as ``amd.com/gpu``. One that has modes, and whose mode
+could never be read, is left out: there is no name for it, so it is not shown as unhealthy either.
 """
 
 from __future__ import annotations
