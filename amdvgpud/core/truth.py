@@ -122,11 +122,13 @@ class ProcessTruth:
         return max(0, self.driver_bytes[at] - self.ledger_bytes.get(at, 0))
 
 
-MAX_EXCUSED_QUEUES: Final = 16
+MAX_EXCUSED_QUEUES: Final = 64
 """So many compute queues of a slice on each of its Partitions excuse bytes that no ledger has, all its processes
 together: HIP makes 4 in a process for plain streams, and more for streams with a priority or a mask. Beyond that a
-program could make queues, or processes with queues, to hide behind. Guessed. It fails closed: on an MI300X, if its
-kernel counts what queues need, the fifth process of four queues is found to go around the gate, with its gate loaded.
+program could make queues, or processes with queues, to hide behind. Guessed: 11 GiB of an MI300X are no small hole,
+and honest workers would be ended for less. It fails closed: if the kernel counts what queues need, the seventeenth
+process of four queues is found to go around the gate, with its gate loaded.
+
 By Partition, as HIP makes its queues on each: one bound for a slice of 8 GPUs would be two queues on each."""
 
 

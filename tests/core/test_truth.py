@@ -134,10 +134,10 @@ def test_queues_excuse_no_more_than_there_is_and_nothing_on_another_gpu() -> Non
 
 
 def test_ten_processes_of_a_slice_have_one_bound_together_and_the_oldest_come_first() -> None:
-    """Each by itself would excuse 28 GiB on an MI300X: seven times what a slice of 4 GiB has."""
-    many = [replace(a_process(50 + i, {1000: 3 * GIB}, A), start_ticks=80 - i) for i in range(10)]
+    """Each by itself would excuse as much again."""
+    many = [replace(a_process(50 + i, {1000: 20 * GIB}, A), start_ticks=80 - i) for i in range(10)]
     found = excused(*(replace(p, compute_queues={1000: MAX_EXCUSED_QUEUES - 2}) for p in many))
-    assert [of.get(FIRST, 0) for of in found] == [*[0] * 8, 2 * ONE, 14 * ONE]
+    assert [of.get(FIRST, 0) for of in found] == [*[0] * 8, 2 * ONE, (MAX_EXCUSED_QUEUES - 2) * ONE]
     idle = replace(a_process(49, {1000: MIB}, A), start_ticks=1, compute_queues={1000: 16})
     busy = replace(a_process(50, {1000: 9 * GIB}, A), compute_queues={1000: 4})
     assert excused(idle, busy) == [{}, {FIRST: 4 * ONE}]
@@ -145,9 +145,12 @@ def test_ten_processes_of_a_slice_have_one_bound_together_and_the_oldest_come_fi
 
 def test_what_has_no_gate_has_no_excuse_and_takes_none_from_others() -> None:
     book, many = a_book(a_slice(A, FIRST)), {1000: MAX_EXCUSED_QUEUES}
-    processes = [replace(a_process(pid, {1000: 9 * GIB}, A), compute_queues=many) for pid in (50, 51)]
+    processes = [replace(a_process(pid, {1000: 20 * GIB}, A), compute_queues=many) for pid in (50, 51)]
     found = compared(book, a_ledger(A, (51, {1000: MIB})), *processes).slices[A]
-    assert [(p.tracked, p.queue_bytes) for p in found.processes] == [(False, {}), (True, {FIRST: 16 * ONE})]
+    assert [(p.tracked, p.queue_bytes) for p in found.processes] == [
+        (False, {}),
+        (True, {FIRST: MAX_EXCUSED_QUEUES * ONE}),
+    ]
 
 
 def test_a_ledger_is_believed_up_to_what_can_be_true_and_who_has_most_is_not() -> None:
