@@ -164,7 +164,7 @@ class HamiSide:
         """As events of the node: what depends on pods must wake those who show what is offered, too."""
         before, self._strangers = self._strangers, frozenset(held)
         for gpu in held.keys() - before:
-            why = f"{held[gpu]} runs on it and has no slice here: nothing of that GPU is given until it ends"
+            why = f"{held[gpu]} runs on it and has no slice here: HAMi's pods are given none of that GPU until it ends"
             log.warning("%s: %s.", gpu, why)
             self._node.tell("gpu.stranger", gpu, why)
         for gpu in before - held.keys():
