@@ -24,6 +24,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final
 
+from amdvgpud.core import hami
 from tests.e2e.conftest import BIN, Corner, Finished
 from tests.e2e.k8s.api import Api, eventually
 
@@ -445,10 +446,12 @@ def pod(name: str, *argv: str, limits: Mapping[str, str | int] | None = None, **
 def daemon(cluster: Cluster, *options: str) -> Iterator[Service]:
     """amdvgpud as a service of the machine would run: all pids in sight, the corner's files. It has promised nothing.
 
-    What the daemon of one module has cut would be missing from what the next one offers. Ended and started again, it
-    finds what it had promised.
+    What the daemon of one module has cut would be missing from what the next one offers, and GPUs that it had
+    registered would be there still, without health. Ended and started again, it finds what it had promised.
     """
     cluster.corner.run("rm", "-rf", "/var/lib/amdvgpud")
+    registered = dict.fromkeys((hami.REGISTRATION, hami.REGISTERED_AT))
+    cluster.api.patch(f"/api/v1/nodes/{NODE}", {"metadata": {"annotations": registered}})
     log = cluster.folder / f"amdvgpud-{time.monotonic_ns()}.log"
     argv = cluster.corner.command_outside(str(BIN / "amdvgpud"), "--rest-tcp", "", *options)
     service = Service("amdvgpud", argv, cluster.corner.environment(), log)
