@@ -81,7 +81,7 @@ def kfd_client(
             process.kill()
 
 
-def until(what: Callable[[], bool], seconds: float = 20) -> None:
+def until(what: Callable[[], bool], seconds: float = 100) -> None:
     end_s = time.monotonic() + seconds
     while not what():
         assert time.monotonic() < end_s, "it has not come to that"
@@ -121,7 +121,7 @@ def test_a_process_without_the_gate_is_seen_and_ended_and_one_outside_is_never_t
             assert (share.driver_bytes, share.untracked_bytes, share.used_bytes) == (2 * GIB, 2 * GIB, 0)
             (process,) = client.get("/v1/slices/alice/processes", wire.ProcessList)[0].processes
             assert (process.host_pid, process.command, process.tracked) == (rogue.pid, "kfdclient", False)
-            assert rogue.wait(20) == -signal.SIGTERM
+            assert rogue.wait(100) == -signal.SIGTERM
         until(lambda: shown(client, "alice").unmanaged_processes == 0)
         assert outside.poll() is None
     assert told(client) == [("watchdog.unmanaged", "alice"), ("watchdog.ended", "alice")]
@@ -149,7 +149,7 @@ def test_a_ledger_that_its_guest_has_written_hides_nobody(
     write = f"from tests.test_guarded import forge; forge('{home}/run/slices/mallory/guest/ledger', $$, {150 * GIB})"
     before_it_takes_any = f'PYTHONPATH={ROOT} {sys.executable} -c "{write}"'
     with kfd_client(home, "mallory", "libsoftkfd.so", count=150, first=before_it_takes_any) as (rogue, _):
-        assert rogue.wait(20) == -signal.SIGTERM
+        assert rogue.wait(100) == -signal.SIGTERM
     assert [kind for kind, subject in told(client) if subject == "mallory"] == ["watchdog.untracked", "watchdog.ended"]
 
 
@@ -170,7 +170,7 @@ def forge(ledger: str, pid: int, used_bytes: int) -> None:
 def test_who_does_not_end_at_sigterm_is_killed(client: Client, home: Path, new_slice: Callable[[str], None]) -> None:
     new_slice("oscar")
     with kfd_client(home, "oscar", "libsoftkfd.so", first="trap '' TERM") as (stubborn, _):
-        assert stubborn.wait(30) == -signal.SIGKILL
+        assert stubborn.wait(100) == -signal.SIGKILL
     assert told(client)[-3:] == [("watchdog.unmanaged", "oscar"), *[("watchdog.ended", "oscar")] * 2]
 
 

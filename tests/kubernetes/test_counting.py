@@ -13,7 +13,7 @@ from tests.serve.kube.fake_kubeapi import FakeKubeApi
 from tests.serve.kube.stage import HERE
 
 
-@pytest.mark.parametrize(("text", "count"), [("7", 7), ("0", 0), ("1k", None), (None, None)])
+@pytest.mark.parametrize(("text", "count"), [("7", 7), ("0", 0), ("1k", 1000), ("1x", None), (None, None)])
 async def test_the_api_says_how_many_devices_of_a_name_the_node_has(
     folder: Path, api: FakeKubeApi, text: str | None, count: int | None
 ) -> None:
