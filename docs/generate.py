@@ -340,7 +340,7 @@ FIGURES: Final[Sequence[tuple[str, str, str]]] = (
     (
         "kernel.sample_s",
         "between two looks at the kernel's figures",
-        "a look at 8 GPUs and 500 processes is a hundredth of a core then (bench)",
+        "a look at 8 GPUs and 500 processes is to be a hundredth of a core then: `make bench` says whether it is",
     ),
     ("amdvgpud.guard.COST", "of one core that these looks may take at most", "the same bound, for any machine"),
     ("health.pulse_s", "between two looks at each GPU", "choice; a look at eight GPUs in CPX takes 6 ms"),

@@ -383,7 +383,6 @@ class HamiResource:
     ) -> None:
         self._node = node
         self._api = api
-        self._pause = pause
         self._settings = settings
         self._pods = pods
         self._deliver = deliver

@@ -35,7 +35,7 @@ from amdvgpud.core.errors import AmdvgpuError, Conflict, HostFailure, Lingering,
 from amdvgpud.core.model import Holder, Lease, LeaseId, PartitionId, Request, Slice, SliceName
 from amdvgpud.node import Node, NodeView
 from amdvgpud.serve.kube.podresources import CheckpointEntry, PodResources, remembered
-from amdvgpud.serve.kube.resources import Grant, patiently
+from amdvgpud.serve.kube.resources import Grant, nothing_to_find, patiently
 
 log = logging.getLogger(__name__)
 
@@ -54,10 +54,6 @@ Meaning = Callable[[str], SliceName | Request]
 """What a device is: a slice that is cut, or one to be made of a whole Partition. ``NotFound``: there is none."""
 
 _WORD: Final = "kubelet"
-
-
-async def _nothing_to_find() -> None:
-    """Where nobody looks for containers: the ledgers and the KFD have to do."""
 
 
 def holder_of(resource: str, device: str) -> Holder:
@@ -83,7 +79,7 @@ class KubeletLeases:
         pod_resources: PodResources,
         plugins_dir: Path,
         *,
-        find: Callable[[], Awaitable[None]] = _nothing_to_find,
+        find: Callable[[], Awaitable[None]] = nothing_to_find,
         meant: Callable[[], Mapping[str, Meaning]] = dict,
         now_s: Callable[[], float] = time.time,
         look_s: float = LOOK_S,

@@ -144,12 +144,9 @@ def remembered_pods(resource: str, plugins_dir: Path) -> frozenset[str]:
     ended and its volumes are unmounted: it takes both. None where the pods' directories are not to be seen here (a
     DaemonSet does not mount them, for the pods' secrets are in them): entries alone may be of pods long gone.
     """
-    pods = plugins_dir.parent / "pods"
-    return frozenset(
-        entry.pod_uid
-        for entry in read_checkpoint(plugins_dir / "kubelet_internal_checkpoint")
-        if entry.resource == resource and (pods / entry.pod_uid).is_dir()
-    )
+    if not _pods_of(plugins_dir).is_dir():
+        return frozenset()
+    return frozenset(entry.pod_uid for entry in remembered(plugins_dir) if entry.resource == resource)
 
 
 def _ids(value: object) -> tuple[str, ...]:
@@ -161,6 +158,10 @@ def _ids(value: object) -> tuple[str, ...]:
 
 def remembered(plugins_dir: Path) -> tuple[CheckpointEntry, ...]:
     """Of the checkpoint, what belongs to pods that the kubelet still has a directory of: it forgets others late."""
-    pods = plugins_dir.parent / "pods"
+    pods = _pods_of(plugins_dir)
     entries = read_checkpoint(plugins_dir / CHECKPOINT)
     return tuple(entry for entry in entries if (pods / entry.pod_uid).is_dir() or not pods.is_dir())
+
+
+def _pods_of(plugins_dir: Path) -> Path:
+    return plugins_dir.parent / "pods"

@@ -26,6 +26,7 @@ from amdvgpud.core.errors import AmdvgpuError, Conflict, Invalid, NotFound
 from amdvgpud.core.model import Slice, SliceName
 from amdvgpud.node import Node
 from amdvgpud.serve.kube.api import KubeApi, Listed, Pod, PodContainer
+from amdvgpud.serve.kube.resources import nothing_to_find
 
 log = logging.getLogger(__name__)
 
@@ -47,10 +48,6 @@ class Held:
     """As it remembers them on disk until it has cleared up behind a pod."""
 
 
-async def _nothing_to_find() -> None:
-    """Where nobody looks for containers."""
-
-
 class Room(NamedTuple):
     """What came of a look at pods that are over: slices that were released, and pods that hold theirs all the same."""
 
@@ -68,7 +65,7 @@ class PodWatch:
         cluster_node: str,
         *,
         held: Callable[[], Awaitable[Held]] | None = None,
-        find: Callable[[], Awaitable[None]] = _nothing_to_find,
+        find: Callable[[], Awaitable[None]] = nothing_to_find,
         grace_s: float = GRACE_S,
         now_s: Callable[[], float],
     ) -> None:
@@ -95,9 +92,9 @@ class PodWatch:
         self.listed = asyncio.Event()
         """Set when :attr:`pods` has been filled for the first time."""
         self.told = asyncio.Event()
+        """Set at the next change of :attr:`pods`; the one after has another."""
         self.seen_with: Mapping[tuple[str, str], frozenset[str]] = {}
         """By (namespace, name): the GPUs that the kubelet's list has for a pod without a slice here."""
-        """Set at the next change of :attr:`pods`; the one after has another."""
 
     async def run(self) -> None:
         """Until cancelled."""
