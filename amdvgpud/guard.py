@@ -83,12 +83,16 @@ class Leftovers:
         self._baselines = learn(self._baselines, inventory.gpus, picture)
 
     def on(
-        self, gpu: Gpu, partitions: Sequence[Partition], inventory: Inventory, heir: SliceName | None = None
-    ) -> str | None:
+        self, places: Sequence[tuple[Gpu, Partition]], inventory: Inventory, heir: SliceName | None = None
+    ) -> Mapping[GpuId, str]:
         """Blocking. Where nothing can be seen, nothing is held back: a grant does not hang on a figure."""
         picture = self._figures.read(inventory)
         everything = frozenset(p.kfd_gpu_id for p in inventory.partitions)
-        return leftovers(gpu, partitions, everything, picture, self._baselines.get(gpu.id), heir)
+        return {
+            gpu.id: reason
+            for gpu, partition in places
+            if (reason := leftovers(gpu, (partition,), everything, picture, self._baselines.get(gpu.id), heir))
+        }
 
 
 class Guard:

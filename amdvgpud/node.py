@@ -807,15 +807,14 @@ class Node:
                 return plan
             unclean |= {gpu: Health(Condition.UNKNOWN, reason) for gpu, reason in found.items()}
 
-    async def _left_on(self, shares: Sequence[Share], heir: SliceName | None = None) -> dict[GpuId, str]:
-        inventory, found = self._inventory, {}
-        for share in shares:
-            gpu, partition = inventory.gpu(gpu_of(share.partition)), inventory.partition(share.partition)
-            if gpu is None or partition is None:
-                continue
-            if (reason := await asyncio.to_thread(self._leftovers.on, gpu, (partition,), inventory, heir)) is not None:
-                found[gpu.id] = reason
-        return found
+    async def _left_on(self, shares: Sequence[Share], heir: SliceName | None = None) -> Mapping[GpuId, str]:
+        inventory = self._inventory
+        places = [
+            (gpu, partition)
+            for share in shares
+            if (partition := inventory.partition(share.partition)) and (gpu := inventory.gpu(partition.gpu))
+        ]
+        return await asyncio.to_thread(self._leftovers.on, places, inventory, heir) if places else {}
 
     async def _refuse_if_unclean(self, item: Slice, *, heirs: bool) -> None:
         """``Lingering`` for whole Partitions that are handed on while somebody is there still. ``heirs``: who is in the

@@ -133,10 +133,10 @@ class Leftovers(Protocol):
     """Looks who is on a Partition that is to be handed on as a whole."""
 
     def on(
-        self, gpu: Gpu, partitions: Sequence[Partition], inventory: Inventory, heir: SliceName | None = None
-    ) -> str | None:
-        """Why they cannot be handed on now, in words; None: nobody is seen there, but who is in the slice ``heir``.
-        Blocking."""
+        self, places: Sequence[tuple[Gpu, Partition]], inventory: Inventory, heir: SliceName | None = None
+    ) -> Mapping[GpuId, str]:
+        """By GPU, why its partition among ``places`` cannot be handed on now, in words; who is in the slice ``heir`` is
+        no reason. One look for all of them. Blocking."""
         ...
 
 
@@ -144,9 +144,9 @@ class NoLeftovers:
     """Where nobody can look: a :class:`Leftovers` that sees nothing."""
 
     def on(
-        self, gpu: Gpu, partitions: Sequence[Partition], inventory: Inventory, heir: SliceName | None = None
-    ) -> str | None:
-        return None
+        self, places: Sequence[tuple[Gpu, Partition]], inventory: Inventory, heir: SliceName | None = None
+    ) -> Mapping[GpuId, str]:
+        return {}
 
 
 class Journal(Protocol):

@@ -303,3 +303,11 @@ class StillEnder:
         if self.living.get((pid, start)) != name:
             raise NotFound(f"process {pid} has ended, or is another one by now")
         self.sent.append((pid, number))
+
+
+Places = Sequence[tuple[Gpu, Partition]]
+
+
+def left_on(places: Places, reason: str) -> dict[GpuId, str]:
+    """What a :class:`amdvgpud.ports.Leftovers` says that sees something on each of ``places``."""
+    return {gpu.id: reason for gpu, _ in places}

@@ -328,6 +328,14 @@ async def test_a_whole_gpu_is_taken_from_those_that_are_clean(bench: Bench) -> N
         await bench.node.put_slice(whole("carol"))
 
 
+async def test_one_look_serves_all_gpus_of_a_plan(bench: Bench) -> None:
+    """It is taken while nothing else can change."""
+    await bench.node.delete_slice(ALICE)
+    before = bench.figures.looks
+    plan = await bench.node.plan(replace(whole("bob"), gpu_count=2))
+    assert (len(plan.shares), bench.figures.looks - before) == (2, 1)
+
+
 async def test_who_was_given_only_this_gpu_is_there_even_without_vram(bench: Bench) -> None:
     bench.has(KernelProcess(60, 60, 60, 0, "python3", vram_bytes={1001: 0}))
     with pytest.raises(Lingering, match="60"):

@@ -19,7 +19,7 @@ from amdvgpud.core.model import Compute, ComputePolicy, GpuId, Inventory, Priori
 from amdvgpud.serve.kube.hami import GATE_IN_HAMI, HEARTBEAT_S, ROOM_LOOKS, HamiSettings, withdraw
 from amdvgpud.serve.kube.pods import Held, Room
 from amdvgpud.serve.kube.resources import Grant, GrantMount
-from tests.fakes import a_gpu
+from tests.fakes import Places, a_gpu, left_on
 from tests.serve.kube.fake_kubeapi import Fault, failing
 from tests.serve.kube.stage import GPU, HERE, OTHER, Stage, a_container, slice_of
 
@@ -871,9 +871,9 @@ class Dirty:
         monkeypatch.setattr(stage.node._leftovers, "on", self._on)
         monkeypatch.setattr(stage.side.resource, "_pause", self._pause)
 
-    def _on(self, *_: object) -> str | None:
+    def _on(self, places: Places, *_: object) -> dict[GpuId, str]:
         self.looks -= 1
-        return "a former user's 4 GiB" if self.looks >= 0 else None
+        return left_on(places, "a former user's 4 GiB") if self.looks >= 0 else {}
 
     async def _pause(self, seconds: float) -> None:
         self.paused.append(seconds)

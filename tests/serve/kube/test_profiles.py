@@ -14,7 +14,7 @@ import pytest
 from amdvgpud.core.containers import Container
 from amdvgpud.core.errors import Conflict, HostFailure, Lingering, NoRoom, NotFound
 from amdvgpud.core.health import Condition, Health
-from amdvgpud.core.model import Compute, ComputePolicy, Gpu, Holder, Request, Slice, SliceName, Usage
+from amdvgpud.core.model import Compute, ComputePolicy, Gpu, GpuId, Holder, Request, Slice, SliceName, Usage
 from amdvgpud.core.profiles import SliceProfile, parse_profiles
 from amdvgpud.ports import KfdUser
 from amdvgpud.serve.endpoints import Process
@@ -23,7 +23,7 @@ from amdvgpud.serve.kube.podresources import ContainerDevices
 from amdvgpud.serve.kube.profiles import ProfileResource, Profiles, slices_of
 from amdvgpud.serve.kube.resources import Device, Grant
 from amdvgpud.serve.kube.whole import WholeResource, WholeResources, resource_names
-from tests.fakes import GIB, an_inventory, in_mode
+from tests.fakes import GIB, Places, an_inventory, in_mode, left_on
 from tests.serve.conftest import Desk
 
 QUARTER = SliceProfile("25c-48g", Compute(percent=25), 48 * GIB, 3)
@@ -509,9 +509,9 @@ async def test_a_whole_gpu_that_is_not_clean_yet_is_waited_for_a_little(
     async def sleep(seconds: float) -> None:
         waited.append(seconds)
 
-    def on(*_: object) -> str | None:
+    def on(places: Places, *_: object) -> dict[GpuId, str]:
         dirty[0] -= 1
-        return "a former user's 4 GiB" if dirty[0] >= 0 else None
+        return left_on(places, "a former user's 4 GiB") if dirty[0] >= 0 else {}
 
     monkeypatch.setattr(leases, "_sleep", sleep)
     monkeypatch.setattr(desk.node._leftovers, "on", on)
@@ -540,7 +540,11 @@ async def test_a_slice_that_is_cut_already_is_not_kept_waiting_by_a_gpu_that_is_
         await clean.wait()
 
     monkeypatch.setattr(leases, "_sleep", sleep)
-    monkeypatch.setattr(desk.node._leftovers, "on", lambda *_: None if clean.is_set() else "a former user's 4 GiB")
+
+    def on(places: Places, *_: object) -> dict[GpuId, str]:
+        return {} if clean.is_set() else left_on(places, "a former user's 4 GiB")
+
+    monkeypatch.setattr(desk.node._leftovers, "on", on)
     free = desk.sysfs.inventory.gpus[1].id
     whole = asyncio.create_task(
         WholeResource("amd.com/gpu", desk.node, leases, by_name, "single").allocate([f"{free}-0"])
@@ -571,7 +575,7 @@ async def test_what_containers_have_and_nobody_holds_is_taken_up(
     free = desk.sysfs.inventory.gpus[1].id
     whole = WholeResource("amd.com/gpu", desk.node, leases, by_name, "single")
     monkeypatch.setattr(leases, "_meant", lambda: {each.name: each.means for each in (quarters, whole)})
-    monkeypatch.setattr(desk.node._leftovers, "on", lambda *_: "the pod that has it")
+    monkeypatch.setattr(desk.node._leftovers, "on", lambda places, *_: left_on(places, "the pod that has it"))
     await desk.node.set_health({free: Health(Condition.UNHEALTHY, "ras", "ras")})
     said.containers = [
         ContainerDevices("default", "p", "c", "amdvgpu.io/25c-48g", ("25c-48g-1",)),
