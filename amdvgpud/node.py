@@ -43,6 +43,7 @@ from amdvgpud.core.model import (
 )
 from amdvgpud.core.modes import Target
 from amdvgpud.core.plan import Plan
+from amdvgpud.core.truth import given_only
 from amdvgpud.disk import Disk, changed
 from amdvgpud.events import Event, Events
 from amdvgpud.ports import (
@@ -880,9 +881,9 @@ class Node:
         """
         places = [self._inventory.partition(share.partition) for share in item.shares]
         own = {place.kfd_gpu_id for place in places if place is not None}
-        confined = len(self._inventory.partitions) > len(own)
-        users = await asyncio.to_thread(self._modes.users, None) if confined else ()
-        inside = tuple(user for user in users if user.kfd_gpu_ids and user.kfd_gpu_ids <= own)
+        everything = {place.kfd_gpu_id for place in self._inventory.partitions}
+        users = await asyncio.to_thread(self._modes.users, None) if own < everything else ()
+        inside = tuple(user for user in users if given_only(user.kfd_gpu_ids, own, everything))
         if inside:
             raise Conflict(f"slice {item.name} cannot be {verb}: its partition is open in {named(inside)}")
 

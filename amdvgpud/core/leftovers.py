@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from amdvgpud.core.model import Gpu, GpuId, Partition, SliceName
-from amdvgpud.core.truth import KernelPicture, KernelProcess
+from amdvgpud.core.truth import KernelPicture, KernelProcess, given_only
 
 TOLERANCE_BYTES: Final = 256 << 20
 """Unexplained bytes go up and down by that much on a healthy GPU; guessed."""
@@ -97,8 +97,7 @@ def leftovers(
 def _is_there(process: KernelProcess, own: frozenset[int], all_ids: frozenset[int]) -> bool:
     if any(process.vram_bytes.get(gpu_id) for gpu_id in own):
         return True
-    opened = process.vram_bytes.keys()
-    return bool(opened) and opened <= own and not all_ids <= own
+    return given_only(process.vram_bytes.keys(), own, all_ids)
 
 
 def _kfd_bytes(process: KernelProcess, partitions: Iterable[Partition]) -> int:

@@ -9,7 +9,7 @@ Sources of what the figures mean: ``kfd_process.c`` (files of kfd/proc), Documen
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Final
@@ -244,11 +244,10 @@ def compare(
     members: dict[SliceName, list[_Member]] = {name: [] for name in book.slices}
     everything = by_gpu_id.keys()
     whole = _whole_slices(book, inventory)
-    told = [(item, ids) for item, ids in whole if ids < everything]
     untold = {item.name for item, ids in whole if ids == everything}
     strangers = []
     for process in picture.processes:
-        own = _slices_of(process, book, slots) or _whole_slice_of(process, told)
+        own = _slices_of(process, book, slots) or _whole_slice_of(process, whole, everything)
         places = {share.partition for item, _ in own for share in item.shares}
         left = driver_bytes_of(process, inventory.gpus, places)
         rows = [(item, slot, _of_ledger(item, slot, by_gpu_id)) for item, slot in own]
@@ -300,11 +299,18 @@ def _whole_slices(book: Book, inventory: Inventory) -> list[tuple[Slice, frozens
     return found
 
 
+def given_only(opened: Set[int], own: Set[int], everything: Set[int]) -> bool:
+    """Whether who may open ``opened`` was given of ``own`` and of nothing else. All are KFD gpu_ids, ``everything`` the
+    machine's: a process of the host may open that, and cannot be told from others where there is no more than ``own``.
+    """
+    return bool(opened) and opened <= own < everything
+
+
 def _whole_slice_of(
-    process: KernelProcess, whole: Iterable[tuple[Slice, frozenset[int]]]
+    process: KernelProcess, whole: Iterable[tuple[Slice, frozenset[int]]], everything: Set[int]
 ) -> list[tuple[Slice, ProcessUsage | None]]:
     opened = process.vram_bytes.keys()
-    return [(item, None) for item, ids in whole if opened and opened <= ids]
+    return [(item, None) for item, ids in whole if given_only(opened, ids, everything)]
 
 
 def _of_ledger(item: Slice, slot: ProcessUsage | None, by_gpu_id: Mapping[int, Partition]) -> dict[PartitionId, int]:
