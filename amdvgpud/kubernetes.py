@@ -18,12 +18,11 @@ from amdvgpud.core import hami
 from amdvgpud.core.cdi_runtimes import CdiWords
 from amdvgpud.core.delivery import Choice, NodeSoftware, choose
 from amdvgpud.core.errors import AmdvgpuError, Invalid
-from amdvgpud.core.model import Book, ComputePolicy, Inventory, Slice
+from amdvgpud.core.model import ComputePolicy, Inventory, Slice
 from amdvgpud.core.render import partition_device
-from amdvgpud.events import Event
 from amdvgpud.host.cdi import replace_file
-from amdvgpud.node import Node, NodeView
-from amdvgpud.ports import CdiSpecs, CdiStatus
+from amdvgpud.node import Node
+from amdvgpud.ports import CdiSpecs
 from amdvgpud.serve.kube.adoption import Adoption
 from amdvgpud.serve.kube.amounts import keep_amounts, remove_amounts, remove_or_say
 from amdvgpud.serve.kube.api import SERVICE_ACCOUNT, KubeApi, read_access
@@ -31,7 +30,7 @@ from amdvgpud.serve.kube.delivery import Delivery
 from amdvgpud.serve.kube.hami import HamiSettings, HamiSide
 from amdvgpud.serve.kube.hami import withdraw as hami_withdraw
 from amdvgpud.serve.kube.labels import keep_labels
-from amdvgpud.serve.kube.own import OwnDevices
+from amdvgpud.serve.kube.own import NoNode, NotCounted, OwnDevices
 from amdvgpud.serve.kube.podresources import PodResources, remembered_pods
 from amdvgpud.serve.kube.pods import Held, PodWatch
 from amdvgpud.serve.kube.resources import Grant, Mountpoints, grant_of
@@ -297,27 +296,6 @@ def _holders(pod_resources: PodResources, settings: Settings) -> Callable[[], Aw
     return held
 
 
-class _NoNode:
-    """For a plugin whose devices are no news of a Node's."""
-
-    def view(self) -> NodeView:
-        return NodeView(Inventory(), Book(), {}, {}, CdiStatus("", False, None, ()), ready=True)
-
-    def events_since(self, since: int) -> tuple[Sequence[Event], int, bool]:
-        return (), since, False
-
-    async def wait_event(self, since: int, timeout_s: float) -> None:
-        await asyncio.sleep(timeout_s)
-
-
-class _NotCounted:
-    def kubelet_registration(self, result: str) -> None: ...
-
-    def kubelet_allocation(self, result: str, duration_s: float) -> None: ...
-
-    def kubelet_devices(self, resource: str, healthy: Sequence[bool] | None) -> None: ...
-
-
 async def offer_own_devices(
     settings: Settings,
     environment: Mapping[str, str],
@@ -336,7 +314,7 @@ async def offer_own_devices(
     own = OwnDevices(namespace, pod_resources.list, lambda document: publish(settings.cdi_dir, document))
     delivery = _delivery(settings, environment, read_cdi_words)
     door = KubeletSettings(settings.kubelet_dir, delivery, settings.kubelet_take_over)
-    plugin = DevicePlugin(_NoNode(), lambda: [own], door, _NotCounted(), pod_resources)
+    plugin = DevicePlugin(NoNode(), lambda: [own], door, NotCounted(), pod_resources)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(plugin.run(), name="own devices")
         tasks.create_task(delivery.follow(), name="kubelet delivery")

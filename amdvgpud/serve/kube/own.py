@@ -24,7 +24,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from amdvgpud.core.errors import Conflict
+from amdvgpud.core.model import Book, Inventory
+from amdvgpud.events import Event
 from amdvgpud.node import NodeView
+from amdvgpud.ports import CdiStatus
 from amdvgpud.serve.kube.podresources import ContainerDevices
 from amdvgpud.serve.kube.resources import Device, Grant, GrantNode
 
@@ -106,3 +109,26 @@ def document(found: Mapping[str, tuple[int, int]]) -> dict[str, Any]:
     ]
     device = {"name": _NAME, "containerEdits": {"deviceNodes": nodes}}
     return {"cdiVersion": "0.3.0", "kind": RESOURCE, "devices": [device]}
+
+
+class NoNode:
+    """For a plugin whose devices are no news of a Node's."""
+
+    def view(self) -> NodeView:
+        return NodeView(Inventory(), Book(), {}, {}, CdiStatus("", False, None, ()), ready=True)
+
+    def events_since(self, since: int) -> tuple[Sequence[Event], int, bool]:
+        return (), since, False
+
+    async def wait_event(self, since: int, timeout_s: float) -> None:
+        await asyncio.sleep(timeout_s)
+
+
+class NotCounted:
+    """For a plugin whose program serves no metrics."""
+
+    def kubelet_registration(self, result: str) -> None: ...
+
+    def kubelet_allocation(self, result: str, duration_s: float) -> None: ...
+
+    def kubelet_devices(self, resource: str, healthy: Sequence[bool] | None) -> None: ...
